@@ -203,7 +203,7 @@ def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tup
             group["lr"] = learning_rate(step, training)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((float(nats) / valid, float(norm)))
+        found.append((nats.item() / valid, float(norm)))
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -56,6 +57,8 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
 
 def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
     """Builds transformers' own module, partitioned where the plan has ZeRO-3; None: whole."""
+    if runtime.rank() != 0:  # its advice is the same on all ranks
+        transformers.logging.set_verbosity_error()
     remote = runs_own_code(folder, config.model.remote_code)
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
     dtype = _DTYPES[config.training.precision]
