@@ -9,6 +9,8 @@ from cdrmix.errors import ConfigError
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _GATED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# Matrices of experts that are two in one: each of them has an adapter's whole rank.
+_FUSED = ("gate_up_proj",)
 
 
 class LoraTargets(NamedTuple):
@@ -26,8 +28,8 @@ _TARGETS = {
         for family in ("llama", "mistral", "qwen2", "qwen3")
     },
     "mixtral": LoraTargets(_ATTENTION, _GATED_EXPERTS),
-    # Some of its layers may be dense.
-    "qwen3_moe": LoraTargets(_ATTENTION + _GATED, _GATED_EXPERTS),
+    # Not its dense layers, if it has any: peft takes their names for older ones of experts.
+    "qwen3_moe": LoraTargets(_ATTENTION, _GATED_EXPERTS),
     # up_proj and down_proj are those of dense layers and of shared experts.
     "nemotron_h": LoraTargets(
         (*_ATTENTION, "in_proj", "up_proj", "down_proj"),
@@ -48,3 +50,12 @@ def default_targets(model_type: str) -> LoraTargets:
             "their names as model.lora.target_modules"
         )
     return _TARGETS[model_type]
+
+
+def rank_of(parameter: str, rank: int) -> int:
+    """Rank of the adapter of an expert's matrix, by its name with or without its module's.
+
+    Args:
+        rank: `model.lora.rank`.
+    """
+    return 2 * rank if parameter.rpartition(".")[2] in _FUSED else rank

@@ -33,7 +33,7 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
-from cdrmix.parallel.apply import for_inference, logical_name_in
+from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
@@ -362,12 +362,16 @@ class Pretraining(Stage[Batch, StepResult]):
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of masters, moments and buffers."""
-        return engine_state.fragments(run.engine, logical_name_in(run.config.model))
+        """This rank's share of masters, moments and buffers; with adapters, of them alone."""
+        model = run.config.model
+        name = logical_name_in(model)
+        return engine_state.fragments(run.engine, name, elsewhere=frozen_in(model))
 
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
-        engine_state.load_engine(run.engine, reader, logical_name_in(run.config.model))
+        model = run.config.model
+        name = logical_name_in(model)
+        engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
         self.samples = list(reader.state["samples"])
 
     def saved(self, run: Run) -> JsonObject:

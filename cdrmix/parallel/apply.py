@@ -90,3 +90,8 @@ def for_inference(module: nn.Module) -> Backbone | StagedBackbone | HuggingFaceM
 def logical_name_in(model: ModelConfig) -> Callable[[str], str]:
     """Returns the function that gives a parameter of a model its name in checkpoints."""
     return names.logical_name if model.kind == "hf" else logical_name
+
+
+def frozen_in(model: ModelConfig) -> Callable[[str], bool]:
+    """Returns whether a logical name is of a base that no checkpoint holds: all but adapters."""
+    return lambda name: model.lora is not None and not names.is_adapter(name)

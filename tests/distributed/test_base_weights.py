@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.config.schema import Config
-from cdrmix.errors import DataError
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
-from tests.harness import ROOT, RanksFailed, run_ranks
+from tests.harness import run_ranks
 from tests.hf_models import make_folder
 
 
@@ -162,7 +158,9 @@ def test_weights_are_those_of_transformers(folders: Path, world_size: int) -> No
         for fragments, *_ in found:
             for (name, start), values in fragments.items():
                 whole.setdefault(name, {})[start] = values
-        held = {name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in whole.items()}
+        held = {
+            name: torch.cat([parts[at] for at in sorted(parts)]) for name, parts in whole.items()
+        }
         assert digests(held) == digests(expected), case
         dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
         parameters = {name for name in expected if "e_score_correction" not in name}
