@@ -26,6 +26,7 @@ from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import JsonObject, Start
 from cdrmix.engines.training_data import check_same
 from cdrmix.errors import DataError, StateError
+from cdrmix.hf.family_check import check_family
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.log import get_logger
 
@@ -35,12 +36,14 @@ logger = get_logger(__name__)
 def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None:
     """Gives a fresh engine the weights of the base, unless a checkpoint holds all; collective.
 
-    Raises as `load_base` does, and StateError if the base of the checkpoint's run is unknown.
+    Raises as `load_base` and `check_family` do, and StateError if the base of the checkpoint's run
+    is unknown.
     """
     model = start.config.model
     run_dir = None
     if checkpoint is None:
         start.base = load_base(start.config, engine)
+        check_family(engine.module)
     else:
         state = state_of(checkpoint)
         start.base = state.get("base")

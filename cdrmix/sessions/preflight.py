@@ -118,6 +118,15 @@ def _data_problems(config: Config) -> list[TrainingError]:
             )
         ]
     folder = Path(path)
+    base = Path(config.model.path) if config.model.path is not None else None
+    if path == SAMPLE and base is not None:
+        return [
+            DataError(
+                "data.path = sample: is built with a tokenizer of its own, and not with that of "
+                f"{base}. Build a data set with tokenizer.path: {base} in its recipe (cdrmix data "
+                "build)"
+            )
+        ]
     if path == SAMPLE:
         folder = sample_folder(config.model.vocab_size)
         if not folder.exists():  # the first run builds it
@@ -127,9 +136,9 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
-        if config.model.kind == "hf":
+        if base is not None and base.is_dir():
             with _noted(found):
-                check_tokenizer(manifest, Path(str(config.model.path)))
+                check_tokenizer(manifest, base)
         for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):
