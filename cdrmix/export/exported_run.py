@@ -199,7 +199,10 @@ def _write(
         left_out = described.left_out
     manifest = write_export_manifest(folder, records)
     for file in folder.rglob("*"):
-        file.chmod(0o444 if file.is_file() else 0o555)
+        if file.is_dir():  # of a model's own code
+            file.chmod(0o555)
+            continue
+        file.chmod(0o444)
     sync(folder)
     return Exported(
         step=described.checkpoint.step,
