@@ -18,15 +18,13 @@ from cdrmix.checkpoint.fragments import Box
 from cdrmix.checkpoint.weight_folder import Piece, WeightFolder
 from cdrmix.config.hugging_face import CONFIG_FILE
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.safetensors_headers import tensor_sizes, weight_files
+from cdrmix.config.safetensors_headers import RECORD_FILE, tensor_sizes, weight_files
 from cdrmix.data.folders import new_folder
 from cdrmix.errors import DataError, StateError
 from cdrmix.hf.weights import NameMap, map_names, skeleton
 
 # Folder in a run directory.
 BASE_FOLDER = "base"
-# There: digest of the base, and names, types and shapes of the tensors in its files.
-RECORD_FILE = "weights.json"
 # What a model needs beside its weights; licences go where the model goes.
 _SMALL_FILES = (
     CONFIG_FILE,
