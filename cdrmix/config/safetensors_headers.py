@@ -19,7 +19,8 @@ from cdrmix.errors import DataError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# What a run keeps of its base in the place of the weights: their names, types and shapes.
+# Among the small files of a base that a run keeps: its digest, and names, types and shapes of the
+# tensors in its files.
 RECORD_FILE = "weights.json"
 # A header has about 150 bytes for each tensor: this is room for a million of them.
 _MAX_HEADER_BYTES = 2**28

@@ -7,6 +7,7 @@ are read off the headers of the safetensors files.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,12 @@ from typing import Any, Literal
 
 from cdrmix.config.hugging_face import CONFIG_FILE, TESTED_FAMILIES, read_model_config
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.safetensors_headers import INDEX_FILE, WEIGHTS_FILE, tensor_sizes
+from cdrmix.config.safetensors_headers import (
+    INDEX_FILE,
+    RECORD_FILE,
+    WEIGHTS_FILE,
+    tensor_sizes,
+)
 from cdrmix.errors import PlanError
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -138,7 +144,7 @@ def folder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         DataError: if the safetensors files are damaged or incomplete.
     """
     folder = _folder(model)
-    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
+    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, RECORD_FILE)
     return _parameters(model, tuple(_signature(folder / name) for name in files))
 
 
@@ -248,10 +254,7 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Parameter, ...]:
     found = folder_model(model)
     folder = _folder(model)
-    stored = None
-    if any(signatures[1:]):  # weights, or their index
-        sizes = tensor_sizes(folder).items()
-        stored = {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
+    stored = _stored_shapes(folder)
     if not found.is_known:
         if stored is None:
             raise PlanError(
@@ -264,6 +267,33 @@ def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Par
     if stored is not None:
         _check_stored(found, stored, listed)
     return listed
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the parameters in a folder's files, or of those that a run has kept of its base;
+    None without either.
+
+    Raises:
+        DataError: if files are missing or damaged.
+        PlanError: if what a run has kept is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]]
+    # An index alone says that the weights are elsewhere.
+    if any(folder.glob("*.safetensors")):
+        shapes = {name: size.shape for name, size in tensor_sizes(folder).items()}
+    elif (folder / RECORD_FILE).exists():
+        path = folder / RECORD_FILE
+        try:
+            tensors = json.loads(path.read_bytes())["tensors"]
+            shapes = {name: tuple(map(int, each["shape"])) for name, each in tensors.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanError(
+                f"{path}: not what a run keeps of its base ({type(error).__name__}: {error}). Take "
+                "it from a copy of the run directory"
+            ) from None
+    else:
+        return None
+    return {name: shape for name, shape in shapes.items() if not _NO_PARAMETERS.search(name)}
 
 
 def _check_stored(

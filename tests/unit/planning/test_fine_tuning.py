@@ -18,6 +18,7 @@ from cdrmix.planning.comparison import check_fits, compare, plan_text
 from cdrmix.planning.fine_tuning import check_host
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import all_plans, check_legal, choose
+from cdrmix.planning.shrink import rehearsals
 from cdrmix.sessions import launch_plan
 from tests.unit.planning.test_folder_model import only_config, write_sparse
 
@@ -81,6 +82,12 @@ def test_other_degrees_are_refused_with_their_reason(axis: str, tmp_path: Path) 
         check_legal(split, world_size=4)
     with pytest.raises(PlanError, match=rf"parallel\.{axis} = 2 with model\.kind = hf"):
         choose(split, processes(4))
+
+
+def test_a_rehearsal_is_refused(tmp_path: Path) -> None:
+    config = make_config(only_config(tmp_path, "llama"))
+    with pytest.raises(PlanError, match="only RWKX-V is made smaller for a rehearsal"):
+        rehearsals(config, choose(config, processes(1)))
 
 
 def test_spans_are_refused(tmp_path: Path) -> None:
@@ -152,9 +159,10 @@ def test_a_start_is_refused_within_seconds(
     path = tmp_path / "run.yaml"
     path.write_text(make_config(large).model_copy().model_dump_json(exclude_unset=True))
     settings = ["--config", str(path), "--set", "data.path=sample"]
+    on_cpu = ["--gpu", "cpu", "--gpu-memory-gib", "24"]
     for words in (
         ["train", *settings, "--run-dir", str(tmp_path / "run")],
-        ["plan", *settings, "--nodes", "1", "--gpus-per-node", "1", "--gpu", "cpu"],
+        ["plan", *settings, "--nodes", "1", "--gpus-per-node", "1", *on_cpu],
     ):
         started = time.monotonic()
         assert cli.main(words) == 2
