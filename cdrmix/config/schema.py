@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cdrmix.config.cpt import CptConfig
 from cdrmix.config.model import ModelConfig, Section
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
@@ -375,6 +376,8 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
+    cpt: CptConfig | None = None
+    """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None
     """Reasoning enablement; present in reasoning variants only."""
 

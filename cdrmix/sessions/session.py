@@ -19,10 +19,12 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
+from cdrmix.engines.old_data import open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
+from cdrmix.engines.self_replay import own_replay
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
@@ -171,13 +173,18 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     config = start.config
     plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
+    old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
     topology = make_topology(plan.degrees)
-    stage = Pretraining(config, plan, topology, corpus)
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
     start.start_up.done("engine")
+    if old is not None and config.cpt is not None and config.cpt.writes_replay:
+        replay = own_replay(start, corpus, topology, engine, checkpoint)
+        old = old._replace(replay=replay)
+        start.start_up.done("replay")
+    stage = Pretraining(config, plan, topology, corpus, old)
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
         run,
