@@ -125,8 +125,8 @@ class Forgetting:
     def _means(self) -> dict[str, float]:
         """Metrics over all old sets, of which each counts the same, and of the new one."""
         *old, new = self.sets
-        assert new.loss is not None
-        metrics = {"cpt/new_loss": new.loss, "cpt/gain_nats": -new.change}
+        assert new.loss is not None and new.base_loss is not None, "measured before"
+        metrics = {"cpt/new_loss": new.loss, "cpt/gain_nats": new.base_loss - new.loss}
         losses = [each.loss for each in old if each.loss is not None]
         if losses:
             metrics["cpt/old_loss"] = fmean(losses)
