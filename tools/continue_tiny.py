@@ -46,7 +46,7 @@ from cdrmix.data.tokenizer import (
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # one token for each byte
-CONFIG = shipped("model_configs") / "cpt-tiny.yaml"
+CONFIG = shipped("model_configs") / "continue" / "cpt-tiny.yaml"
 # Largest text of either data set; the model sees some of it once.
 _MAX_BYTES = 4_000_000
 
