@@ -22,7 +22,7 @@ from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.export_verb import add_export
-from cdrmix.verbs.flags import Parser, Verbs, add_config_flags, at_least
+from cdrmix.verbs.flags import Parser, Verbs, add_checkpoint_flag, add_config_flags, at_least
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -182,6 +182,7 @@ def add_generate(verbs: Verbs) -> None:
     parser = verbs.add_parser("generate", help="continue a text with a trained model")
     flag = parser.add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    add_checkpoint_flag(parser)
     flag("--prompt", default="", help="text to go on from; default none")
     flag("--max-new-tokens", type=at_least(1), help="default 128")
     flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
@@ -222,7 +223,8 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             )
         from cdrmix.evaluation.trained import continue_text
 
-        text = continue_text(arguments.run_dir, arguments.prompt, **(_SAMPLING | sampling))
+        place = _checkpoint_place(arguments)
+        text = continue_text(place, arguments.prompt, **(_SAMPLING | sampling))
         print(arguments.prompt + text)
         return
     if sampling:
@@ -234,7 +236,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     # The text first: a file that cannot be read is told before the reader is loaded.
     text = read_question_text(arguments.file) if arguments.file else arguments.prompt
     answer = answer_with(
-        load_reader(arguments.run_dir, accept_threshold=arguments.accept_threshold),
+        load_reader(_checkpoint_place(arguments), accept_threshold=arguments.accept_threshold),
         text,
         arguments.question,
         branches=arguments.branches,
@@ -246,6 +248,13 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         print(answer.answer)
     elif not arguments.show_memory:
         print(f"{arguments.index}: {answer.index}")
+
+
+def _checkpoint_place(arguments: argparse.Namespace) -> Path:
+    """Place of the checkpoint that a verb is to load."""
+    from cdrmix.checkpoint.trained_run import checkpoint_place
+
+    return checkpoint_place(arguments.run_dir, arguments.checkpoint or "last")
 
 
 def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +277,7 @@ def add_evaluate(verbs: Verbs) -> None:
     )
     flag = parser.add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    add_checkpoint_flag(parser)
     flag(
         "--data",
         metavar="DIR",
@@ -311,7 +321,8 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             )
         from cdrmix.evaluation.trained import evaluate_run
 
-        text = evaluate_run(arguments.run_dir, data=arguments.data, max_tokens=arguments.max_tokens)
+        place = _checkpoint_place(arguments)
+        text = evaluate_run(place, data=arguments.data, max_tokens=arguments.max_tokens)
         print(json.dumps(text.as_json()) if arguments.json else text.table())
         return
     if arguments.max_tokens or arguments.data:
@@ -319,7 +330,7 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     from cdrmix.stage_b import long_context as suite
 
     reasoning = suite.evaluate_reasoning(
-        arguments.run_dir,
+        _checkpoint_place(arguments),
         num_examples=arguments.examples or 32,
         file=arguments.tasks,
         written=arguments.write_tasks,

@@ -29,6 +29,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
@@ -123,31 +124,12 @@ def load_engine(
     Each rank reads its own part only. The engine is fresh or between two optimizer steps, and
     `others` are logical names in the checkpoint that are read elsewhere. Raises StateError on every
     rank if any of them found another model or could not read."""
-    shapes = {
-        logical_name(name): _placement(engine, tensor).shape
-        for name, tensor, _ in _saved_tensors(engine.module)
-    }
-    if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
-        parts: list[Any] = [None] * engine.grid.pipe_parallel_size
-        group = engine.grid.get_pipe_parallel_group()
-        torch.distributed.all_gather_object(parts, shapes, group=group)
-        shapes = {name: shape for part in parts for name, shape in part.items()}
+    shapes = _model_shapes(engine, logical_name)
     # Checked on all ranks before any of them changes its engine. A rank that failed alone would
     # leave the others in the collectives that follow.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
     runtime.together(lambda: _read(engine, checkpoint, logical_name))
-    # The weights in use are rounded from the masters, as after a step; collective.
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() < 3:
-        optimizer.update_lp_params()
-    else:
-        # A forward pass may have left parameters gathered; their shares are replaced next.
-        optimizer.parameter_offload.partition_all_parameters()
-        for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        persistent = optimizer.persistent_parameters  # small ones, whole on every rank
-        if persistent:
-            persistent[0].all_gather(persistent)
+    _round_from_masters(engine)
     counts = checkpoint.state["engine"]
     for count in _COUNTS:
         setattr(engine, count, counts[count])
@@ -157,6 +139,33 @@ def load_engine(
     if counts["loss_scaler"] is not None and scaler is not None and scaler.dynamic:
         for field, value in counts["loss_scaler"].items():
             setattr(scaler, field, value)
+
+
+def load_weights(
+    engine: Any,
+    source: WeightSource,
+    logical_name: LogicalName = str,
+    *,
+    fresh: Container[str] = (),
+) -> None:
+    """Takes weights alone from elsewhere into an engine in place, at any layout; collective.
+
+    Float32 masters, frozen parameters and persistent buffers are read, each rank its own part, and
+    the weights in use rounded from the masters. The engine has taken no step: its optimizer's
+    state, counters and loss scale stay as they are.
+
+    Args:
+        engine: of DeepSpeed, with its initial values.
+        source: the weights, of any types.
+        logical_name: of the module's names.
+        fresh: logical names that `source` need not have; they keep their values.
+    Raises:
+        StateError: on every rank, if names or shapes differ, or any of them could not read.
+    """
+    shapes = _model_shapes(engine, logical_name)
+    runtime.together(lambda: check_source(source, shapes, fresh=fresh))
+    runtime.together(lambda: _read_weights(engine, source, logical_name))
+    _round_from_masters(engine)
 
 
 def load_module(
@@ -175,6 +184,36 @@ def load_module(
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
+
+
+def _model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
+    """Logical shape of each parameter and persistent buffer of the model, by logical name;
+    collective."""
+    shapes = {
+        logical_name(name): _placement(engine, tensor).shape
+        for name, tensor, _ in _saved_tensors(engine.module)
+    }
+    if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
+        parts: list[Any] = [None] * engine.grid.pipe_parallel_size
+        group = engine.grid.get_pipe_parallel_group()
+        torch.distributed.all_gather_object(parts, shapes, group=group)
+        shapes = {name: shape for part in parts for name, shape in part.items()}
+    return shapes
+
+
+def _round_from_masters(engine: Any) -> None:
+    """Makes the weights in use from the masters, as after a step; collective."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        optimizer.update_lp_params()
+        return
+    # A forward pass may have left parameters gathered; their shares are replaced next.
+    optimizer.parameter_offload.partition_all_parameters()
+    for number in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    persistent = optimizer.persistent_parameters  # small ones, whole on every rank
+    if persistent:
+        persistent[0].all_gather(persistent)
 
 
 def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -314,6 +353,30 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
     for partition in partitions:
         state = engine.optimizer.optimizer.state.get(partition.master, {})
         _read_partition(state, partition, checkpoint)
+
+
+def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) -> None:
+    """Reads this rank's part of a source; the phase of `load_weights` without collectives."""
+    there = set(source.names())
+
+    def fill(target: torch.Tensor, name: str, kind: str, span: Span) -> None:
+        values = source.read(name, span)
+        if kind == "param" and not values.is_floating_point():
+            raise StateError(
+                f"{source.path}: {name} is of type {str(values.dtype).removeprefix('torch.')}, and "
+                "a parameter is a floating-point number. Give weights that are not quantised"
+            )
+        target.copy_(values.reshape(target.shape))
+
+    with torch.no_grad():
+        for _, held in _untrained(engine, logical_name):
+            if held.name in there:
+                fill(held.values, held.name, held.kind, held.span)
+        for partition in _partitions(engine, logical_name):
+            for piece in partition.pieces:
+                if piece.name in there:
+                    target = partition.master.detach().narrow(0, piece.offset, piece.span.numel)
+                    fill(target, piece.name, "param", piece.span)
 
 
 def _read_partition(

@@ -24,6 +24,7 @@ from cdrmix.checkpoint.files import (
     write_text,
 )
 from cdrmix.checkpoint.fragments import Fragment, merge_entries
+from cdrmix.checkpoint.held_out import best_checkpoint
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
@@ -136,9 +137,11 @@ def publish(temporary: Path, step: int) -> None:
     sync(root)
 
 
-def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
+def drop_others(
+    root: Path, step: int, keep: int, pinned: int | None = None, *, keep_best: bool = False
+) -> None:
     """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
-    not that of step `pinned` if it is not newer."""
+    not that of step `pinned` if it is not newer, nor the best of the rest if `keep_best`."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
@@ -153,8 +156,10 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
             if not damage(folder, with_digests=False):
                 whole.append(folder)
     if len(whole) >= keep:
+        best = best_checkpoint(root) if keep_best else None
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
-            _remove(folder)
+            if best is None or step_of(folder) != best.step:
+                _remove(folder)
 
 
 def _remove(folder: Path) -> None:

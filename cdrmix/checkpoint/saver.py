@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,12 @@ from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import is_passing, save_number
 from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.held_out import (
+    HeldOut,
+    best_checkpoint,
+    manifest_digest,
+    record_held_out,
+)
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.errors import InfrastructureError, StateError, TrainingError
 from cdrmix.log import get_logger
@@ -105,6 +112,7 @@ class _Save:
     began: float  # start on the monotonic clock
     stalled: float  # `Saver.stall_seconds` at that time
     state: str  # text of state.json
+    loss: float | None  # held-out one of this state, if it was evaluated
     before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
     after: Callable[[], None]  # and this one after it
     temporary: str  # name of the folder in each root while it is written
@@ -127,6 +135,7 @@ class Saver:
         keep: int,
         background: bool,
         pinned: int | None = None,
+        keep_best: bool = False,
     ) -> None:
         """Collective.
 
@@ -135,6 +144,9 @@ class Saver:
                 first one and a warning in the others.
             keep: number of whole checkpoints to keep in each (>= 1), besides that of step `pinned`.
             background: copy to memory and write from a thread; otherwise `start` itself writes.
+            pinned: a step whose checkpoint is not dropped.
+            keep_best: record held-out losses beside the checkpoints, and keep the one with the
+                lowest besides the newest.
         """
         # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
@@ -145,6 +157,7 @@ class Saver:
         self._roots = tuple(roots)
         self._keep = keep
         self._pinned = pinned
+        self._keep_best = keep_best
         # Another process of this run may still be writing: its temporary folders have other names.
         self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
         # A single thread keeps the copy, the write and the naming of a save in order.
@@ -170,6 +183,7 @@ class Saver:
         *,
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
+        loss: float | None = None,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
@@ -180,6 +194,7 @@ class Saver:
                 the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
+            loss: held-out loss of this state, nats per token; None: not evaluated.
             before: run by rank 0, on the thread, before the checkpoint gets its name.
             after: likewise, once it has it in the first root; a failed write there is a warning.
         Raises:
@@ -218,7 +233,7 @@ class Saver:
                 ]
             )
             self._save = _Save(
-                *(step, began, stalled, text, before, after, temporary, copy, job),
+                *(step, began, stalled, text, loss, before, after, temporary, copy, job),
                 problems=[None] * len(self._roots),
             )
 
@@ -288,6 +303,25 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
+    def evaluated(self, loss: float) -> None:
+        """Records the held-out loss of the newest checkpoint, nats per token, which may make
+        another one the best; on rank 0 alone, between two saves. A failed write is a warning."""
+        step = self.saved_step
+        assert self._save is None, "a save is under way"
+        if step is None:
+            return
+        for root in self._roots:
+            try:
+                self._record(root, step, root / str(step), loss)
+            except (OSError, StateError, InfrastructureError) as error:
+                logger.warning("warning: checkpoint of step %d: %s", step, described(error))
+            else:
+                self._drop_others(root, step)
+
+    def best(self) -> HeldOut | None:
+        """Best checkpoint of the first root; None if none was evaluated, or none is looked for."""
+        return best_checkpoint(self._roots[0]) if self._keep_best else None
+
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
         self._stalled_since = time.monotonic()
@@ -336,6 +370,8 @@ class Saver:
         accounts = [temporary / f"rank-{n:05d}.part" for n in range(runtime.world_size())]
         parts = _retried(step, lambda: [json.loads(each.read_text("utf-8")) for each in accounts])
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
+        # Before the name: a kill between the two leaves no checkpoint without its loss.
+        _retried(step, lambda: self._record(root, step, temporary, save.loss))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
@@ -343,9 +379,19 @@ class Saver:
             if problem := _problem(save.after):  # the checkpoint has its name, and is whole
                 logger.warning("checkpoint of step %d: %s", step, problem)
         self._last_number = save.number
+        self._drop_others(root, step)
+
+    def _record(self, root: Path, step: int, checkpoint: Path, loss: float | None) -> None:
+        """Records the loss of a folder that is complete, if it may be the best."""
+        if self._keep_best and loss is not None and math.isfinite(loss):
+            manifest = manifest_digest(checkpoint)
+            if manifest is not None:  # a replica may lack it
+                record_held_out(root, HeldOut(step, manifest, loss))
+
+    def _drop_others(self, root: Path, step: int) -> None:
         try:
-            folder.drop_others(root, step, self._keep, self._pinned)
-        except (OSError, InfrastructureError) as error:
+            folder.drop_others(root, step, self._keep, self._pinned, keep_best=self._keep_best)
+        except (OSError, StateError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
 
     def _conclude(self, save: _Save) -> None:

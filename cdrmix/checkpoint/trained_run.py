@@ -6,7 +6,9 @@ is opened, nothing is written to its paths, and its tokenizer is checked by dige
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from pydantic import ValidationError
 
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.files import read_json
+from cdrmix.checkpoint.held_out import best_checkpoint
 from cdrmix.cluster.start_records import recorded_data
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
@@ -27,6 +32,61 @@ from cdrmix.planning.counts import count
 logger = get_logger(__name__)
 
 
+def checkpoint_place(source: Path, which: str) -> Path:
+    """Place in which `newest_checkpoint` finds the checkpoint that a user means.
+
+    Args:
+        source: a run directory, or for `last` a checkpoint too.
+        which: `last`, the newest that verifies; `best`, that with the lowest held-out loss; or the
+            step of one.
+    Raises:
+        StateError: if there is none of that step, or none was evaluated.
+    """
+    if which == "last":
+        return source
+    _refuse_data_set(source)
+    root = source / "checkpoints"
+    wanted = "the best checkpoint" if which == "best" else f"step {which}"
+    if not root.is_dir() and source.is_dir():
+        raise StateError(
+            f"{source}: has no checkpoints folder to look for {wanted} in. Give the run directory, "
+            "or this checkpoint without --checkpoint"
+        )
+    if which == "best":
+        best = best_checkpoint(root)
+        if best is None:
+            raise _nothing_evaluated(source)
+        return root / str(best.step)
+    folder = root / which
+    if folder.is_dir():
+        return folder
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    steps = sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
+    there = f"has checkpoints of steps {', '.join(map(str, steps))}" if steps else "has none"
+    raise StateError(f"{source}: has no checkpoint of step {which}; it {there}. Try last")
+
+
+def _nothing_evaluated(source: Path) -> StateError:
+    """Error of a run without a best checkpoint, with the settings that made it so."""
+    settings = "evaluation.every_steps, checkpoint.every_steps"
+    folders = step_folders(source / "checkpoints")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        config = read_json(folders[0] / "state.json")["config"] if folders else {}
+        if config["checkpoint"].get("keep_best") is False:
+            return StateError(
+                f"{source}: has no best checkpoint, because checkpoint.keep_best is false. Give "
+                "--checkpoint last, or the step of one"
+            )
+        keys = [f"{section}.every_steps" for section in ("evaluation", "checkpoint")]
+        values = [config[key.partition(".")[0]]["every_steps"] for key in keys]
+        settings = ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True))
+    return StateError(
+        f"{source}: has no best checkpoint: no evaluation fell on a saved step ({settings}), and "
+        "the run has not come to its end, which is evaluated. Give --checkpoint last, or the step "
+        "of one"
+    )
+
+
 def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     """Finds the newest checkpoint under `source` that verifies, and warns of those passed over.
 
@@ -35,12 +95,7 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     Raises:
         StateError: if there is none, or `source` is a data set.
     """
-    # Its manifest.json has the name of a checkpoint's, and would count as a damaged one.
-    if _is_data_set(source):
-        raise StateError(
-            f"{source}: is a data set, not a run. Give a run directory or one of its "
-            "checkpoints/<step> folders; `cdrmix data inspect` describes a data set"
-        )
+    _refuse_data_set(source)
     newest = store.find_newest(source)
     if newest is None:
         raise StateError(
@@ -52,12 +107,16 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     return newest
 
 
-def _is_data_set(folder: Path) -> bool:
+def _refuse_data_set(folder: Path) -> None:
+    # Its manifest.json has the name of a checkpoint's, and would count as a damaged one.
     try:
         read_manifest(folder)
     except DataError:
-        return False
-    return True
+        return
+    raise StateError(
+        f"{folder}: is a data set, not a run. Give a run directory or one of its "
+        "checkpoints/<step> folders; `cdrmix data inspect` describes a data set"
+    )
 
 
 def config_of(reader: CheckpointFile) -> Config:

@@ -33,7 +33,10 @@ from cdrmix.errors import ConfigError
 ABSENT = "(absent)"
 # Name of the sample corpus in data.path.
 SAMPLE = "sample"
-_PATHS = (("model", "path"), ("data", "path"), ("stage_b", "run"), ("checkpoint", "replica"))
+_PATHS = (
+    *(("model", "path"), ("data", "path"), ("training", "start_from")),
+    *(("stage_b", "run"), ("checkpoint", "replica")),
+)
 # Keys that the plan chooses where they are not given.
 LAYOUT = (
     *(("parallel", axis) for axis in ParallelConfig.model_fields),

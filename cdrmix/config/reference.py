@@ -43,6 +43,7 @@ _EXAMPLES: dict[str, Any] = {
     "training.total_tokens": 300_000_000_000,
     "training.micro_batch_size": 4,
     "training.sequence_checkpoint_tokens": 1_024,
+    "training.start_from": "experiments/first",
     "training.hold_learning_rate": 0.002,
     "training.settle_steps": 200,
     "data.path": "/data/my-shards",

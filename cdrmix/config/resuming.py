@@ -91,6 +91,7 @@ _RULES = {
         "may change, but `a` is refused for a checkpoint of Stage B",
         lambda resumed: resumed.stage == "b" and resumed.new == "a",
     ),
+    "training.start_from": Rule("free", "may change; not read once the run has a checkpoint"),
     "training.seed": Rule(
         "alters",
         "refused, except in Stage A with data.order = sequential",

@@ -176,6 +176,9 @@ class TrainingConfig(Section):
 
     stage: Literal["all", "a", "b"] = "all"
     """a: pretraining; b: reasoning enablement; all: all stages of the model."""
+    start_from: str | None = None
+    """Run directory, checkpoint or exported folder whose weights alone a new run begins with; null:
+    random weights. Data order, schedule and optimizer begin anew."""
     max_steps: int | None = Field(None, ge=1)
     """Length of the run and of the schedule (optimizer steps)."""
     total_tokens: int | None = Field(None, ge=1)
@@ -291,6 +294,9 @@ class CheckpointConfig(Section):
     # A run without a checkpoint could not be started again.
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest held-out loss besides the newest, of those whose step was
+    evaluated."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share) and written; only the next optimizer step waits for the copy. false: training
@@ -390,12 +396,26 @@ class Config(Section):
         return name
 
     @model_validator(mode="after")
+    def _cpt_has_a_start(self) -> Config:
+        if self.cpt is None or self.model.kind == "hf" or self.training.start_from is not None:
+            return self
+        raise ValueError(
+            "cpt is for a model that was trained before: give training.start_from, a run directory "
+            "or an export, or cpt=null"
+        )
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         stage_b = self.stage_b
         if stage_b is not None and self.model.kind == "hf":
             raise ValueError(
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
+            )
+        if self.training.stage == "b" and self.training.start_from is not None:
+            raise ValueError(
+                "training.start_from begins Stage A, and training.stage = b trains none. Try "
+                "stage_b.run, the run with the backbone, or leave training.start_from out"
             )
         if stage_b is None:
             if self.training.stage != "b":

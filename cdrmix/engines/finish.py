@@ -28,6 +28,7 @@ def finish(run: Run, stage: Pretraining) -> None:
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
+        run.saver.evaluated(evaluation.loss)
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
         lines = read_metrics(path / METRICS)
@@ -47,7 +48,7 @@ def finish(run: Run, stage: Pretraining) -> None:
             "baselines": baselines,
             "samples": stage.samples,
             **({} if stage.forgetting is None else {"cpt": stage.forgetting.summary(run)}),
-            "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+            "checkpoints": run.checkpoints(),
         }
         write_json_atomic(path / "metrics.json", summary)
         write_record(run)

@@ -180,7 +180,10 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if react(run, verdicts, position):
         return
     if evaluates:
-        metrics |= stage.evaluate(run)
+        evaluation = stage.evaluate(run)
+        metrics |= evaluation
+        if "eval/loss" in evaluation:
+            run.evaluated = (run.step, evaluation["eval/loss"])
     verdict = None
     if compares:
         compared, verdict = stage.compare(run)

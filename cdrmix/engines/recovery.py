@@ -11,6 +11,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.candidates import check_same_model
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.held_out import loss_of
 from cdrmix.config.load import kept_values
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
@@ -56,6 +57,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},
+            loss=run.evaluated[1] if run.evaluated and run.evaluated[0] == run.step else None,
             before=before,
             # Once the checkpoint has its name, when training may be steps further.
             after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
@@ -114,6 +116,9 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         if saved_random is not None:
             runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
+    # Rank 0 writes the record: a checkpoint saved again, after a rollback or elsewhere, keeps it.
+    loss = loss_of(checkpoint.path) if runtime.rank() == 0 else None
+    run.evaluated = None if loss is None else (checkpoint.step, loss)
     # A checkpoint of another run or of the replica: this step is still to be saved here.
     is_ours = checkpoint.path.parent.resolve() == run.directory.folders[0].resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None

@@ -197,6 +197,8 @@ class Start:
     command: Sequence[str] = ()  # words of the user's command, without secrets
     # Folder of the sample corpus that the run was trained on before; None: the usual one.
     sample: Path | None = None
+    # Description of the weights that a new run began with; None: its own, or those of a checkpoint.
+    start_from: JsonObject | None = None
     is_recorded: bool = False  # an earlier stage of this start has written the record of both
 
 
@@ -212,6 +214,8 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     step: int = 0  # optimizer steps completed
     # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
     unjudged: tuple[Tensor, float] | None = None
+    # Step and held-out loss of the last evaluation, or of the checkpoint that the run goes on from.
+    evaluated: tuple[int, float] | None = None
     earlier_seconds: float = 0.0  # wall time of earlier starts
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
@@ -220,6 +224,12 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     def seconds(self) -> float:
         """Wall time of all starts of this run."""
         return self.earlier_seconds + time.monotonic() - self.started
+
+    def checkpoints(self) -> JsonObject:
+        """Names the last and the best checkpoint for metrics.json, on rank 0."""
+        best = self.saver.best()
+        named = None if best is None else {"step": best.step, "loss": best.loss}
+        return {"last": self.saver.saved_step, "best": named, "folder": "checkpoints"}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop reading ahead, end the writing thread, close the files.
@@ -245,6 +255,7 @@ def make_run(
     saver = Saver(
         start.directory.folders,
         keep=start.config.checkpoint.keep,
+        keep_best=start.config.checkpoint.keep_best,
         background=start.plan.saves_in_background,
         pinned=first_step or None,  # Stage A is built on none
     )

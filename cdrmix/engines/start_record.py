@@ -73,6 +73,7 @@ def _describe(run: Run, state: JsonObject | None, hosts: Counter[str]) -> JsonOb
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         },
         "stage": run.stage.name,
+        "start_from": run.start_from,
     }
 
 

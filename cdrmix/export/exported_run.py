@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,12 @@ from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
 from cdrmix.checkpoint.files import FileRecord, digest, write_text
 from cdrmix.checkpoint.fragments import is_stage_b, part_of
 from cdrmix.checkpoint.store import FoundCheckpoint
-from cdrmix.checkpoint.trained_run import config_of, newest_checkpoint, tokenizer_of
+from cdrmix.checkpoint.trained_run import (
+    checkpoint_place,
+    config_of,
+    newest_checkpoint,
+    tokenizer_of,
+)
 from cdrmix.config.schema import Config
 from cdrmix.data.folders import locked, new_folder, remove_unfinished, sync
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -69,7 +73,8 @@ def export_run(
     Args:
         source: a run directory, or one of its checkpoints.
         out: folder to make; it must not exist.
-        checkpoint: `last`, the newest that verifies, or the step of one in the run directory.
+        checkpoint: `last`, the newest that verifies; `best`, that with the lowest held-out loss;
+            or the step of one in the run directory.
         max_shard_bytes: most bytes of tensors in one file.
     Raises:
         StateError: if there is no such checkpoint, it is damaged or of another model, or `out`
@@ -77,7 +82,7 @@ def export_run(
         DataError: if its tokenizer is damaged.
     """
     _refuse_existing(out)
-    found = newest_checkpoint(_checkpoint_folder(source, checkpoint))
+    found = newest_checkpoint(checkpoint_place(source, checkpoint))
     checkpoints = found.path.resolve().parent
     if checkpoints.name == "checkpoints" and checkpoints in out.resolve().parents:
         raise StateError(
@@ -114,25 +119,6 @@ def export_run(
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):
         raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
-
-
-def _checkpoint_folder(source: Path, checkpoint: str) -> Path:
-    """Folder to look for the checkpoint in."""
-    if checkpoint == "last":
-        return source
-    folder = source / "checkpoints" / checkpoint
-    if folder.is_dir():
-        return folder
-    root = source / "checkpoints"
-    if not root.is_dir() and source.is_dir():
-        raise StateError(
-            f"{source}: has no checkpoints folder to look for step {checkpoint} in. Give the run "
-            "directory, or this checkpoint without --checkpoint"
-        )
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    steps = sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
-    there = f"has checkpoints of steps {', '.join(map(str, steps))}" if steps else "has none"
-    raise StateError(f"{source}: has no checkpoint of step {checkpoint}; it {there}. Try last")
 
 
 def _describe(found: FoundCheckpoint, reader: CheckpointFile) -> _Source:

@@ -153,7 +153,19 @@ def _start(values: Mapping[str, Any]) -> dict[str, Any]:
         "config": config if isinstance(config, str) else None,
         "config_hash": values.get("config_hash"),
         "changes": _changes(values),
+        "start_from": _weights(values.get("start_from")),
     }
+
+
+def _weights(values: Mapping[str, Any] | None) -> str:
+    """Says which weights a run began with; empty for its own."""
+    if not values:
+        return ""
+    manifest = (values.get("manifest_sha256") or "")[:_DIGEST]
+    return (
+        f"weights of step {values['step']:,} of {values['run']}: {values['parameters']:,} "
+        f"parameters, manifest {manifest}"
+    )
 
 
 def _moment(values: Mapping[str, Any]) -> Moment:

@@ -132,6 +132,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
         "stage": "a",
+        "start_from": None,
         "max_steps": STEPS,
         "total_tokens": None,
         "warmup_steps": 2,

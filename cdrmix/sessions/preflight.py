@@ -30,6 +30,7 @@ from cdrmix.data.replay import check_tokenizers, open_old
 from cdrmix.data.sample import sample_folder
 from cdrmix.data.shards import Manifest, check_vocab, file_problem, read_manifest
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
     ConfigError,
@@ -38,8 +39,11 @@ from cdrmix.errors import (
     StateError,
     TrainingError,
 )
+from cdrmix.export.manifest import verify_export
 from cdrmix.planning.profile import check_legal
 
+# A second's worth of reading: the weights of a small model, not those of a large one.
+_DIGESTED_BYTES = 2**28
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
 
 
@@ -82,6 +86,8 @@ def check_start(
             _check_resumed(config, run_dir=run_dir, resume=resume)
     with _noted(found):
         _check_run_dir(config, run_dir=run_dir, resume=resume)
+    with _noted(found):
+        _check_start_from(config, run_dir=run_dir, resume=resume)
     if found:
         # A mistake counts more than a passing fault, which the same command may not meet again.
         gravest = min(found, key=lambda each: each.exit_code)
@@ -166,6 +172,42 @@ def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:
 
 def _open_validation(folder: Path, manifest: Manifest, config: Config) -> None:
     TokenDataset(folder, "validation", config.training.sequence_length)
+
+
+def _check_start_from(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses weights to start from that are not there, not whole or do not fit; the ranks verify
+    the digests of large files."""
+    if config.training.start_from is None:
+        return
+    resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    if resumed is not None and candidates(resumed):
+        return  # they are not read any more
+    # The ranks look into the replica too.
+    if resume == "auto" and config.checkpoint.replica is not None and run_dir and run_dir.exists():
+        return
+    place = Path(config.training.start_from)
+    if start_point.kind_of(place) == "export":
+        verify_export(place, max_digested_bytes=_DIGESTED_BYTES)
+        point = start_point.of_export(place)
+    else:
+        skipped = []
+        whole = None
+        for folder in candidates(place):
+            if not (reasons := damage(folder, with_digests=False)):
+                whole = folder
+                break
+            skipped.append((folder.name, "; ".join(reasons)))
+        if whole is None:
+            why = "; ".join(f"{name}: {reasons}" for name, reasons in skipped)
+            raise start_point.all_damaged(place, why)
+        point = start_point.of_checkpoint(whole)
+    tokenizer = None
+    if "://" not in config.data.path:
+        is_sample = config.data.path == SAMPLE
+        folder = sample_folder(config.model.vocab_size) if is_sample else Path(config.data.path)
+        with contextlib.suppress(DataError):  # told by `_data_problems`
+            tokenizer = read_manifest(folder).tokenizer.sha256
+    start_point.check_fits(point, config.model, tokenizer=tokenizer)
 
 
 def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None:

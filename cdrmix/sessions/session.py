@@ -26,6 +26,7 @@ from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.self_replay import own_replay
 from cdrmix.engines.stage_a import Pretraining
+from cdrmix.engines.start_from import find_start, take_weights
 from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
@@ -175,10 +176,14 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     corpus = open_corpus(config, sample=start.sample)
     old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
     topology = make_topology(plan.degrees)
+    # A run that has a checkpoint goes on with its own weights, wherever they came from.
+    source = find_start(config, corpus) if checkpoint is None else None
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
+    if source is not None:
+        start.start_from = take_weights(engine, source)
     start.start_up.done("engine")
     if old is not None and config.cpt is not None and config.cpt.writes_replay:
         replay = own_replay(start, corpus, topology, engine, checkpoint)

@@ -137,7 +137,7 @@ def finish_stage_b(run: Run, course: Course) -> None:
             "goodput": run.wall_time.to_json(),
             "start_up": run.start_up.to_json(),
             "stage_b": stage_b,
-            "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+            "checkpoints": run.checkpoints(),
         }
         write_json_atomic(summary_path, summary)
         if rows:

@@ -6,14 +6,13 @@ The modules that do the work are imported when the verb runs: the help must not 
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import Verbs
+from cdrmix.verbs.flags import Verbs, add_checkpoint_flag
 
 
 def add_export(verbs: Verbs) -> None:
@@ -28,20 +27,13 @@ def add_export(verbs: Verbs) -> None:
     flag = parser.add_argument
     flag("run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="run directory or checkpoint")
     flag("--out", type=Path, metavar="DIR", help="folder to make; it must not exist")
-    step = "`last`, the newest that is whole (default), or the step of one"
-    flag("--checkpoint", type=_checkpoint, metavar="last|STEP", help=step)
+    add_checkpoint_flag(parser)
     flag("--format", choices=("hf",), help="Hugging Face transformers (default)")
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
     verify = "compare every file of an exported folder with its manifest"
     flag("--verify", type=Path, metavar="DIR", help=verify)
     parser.set_defaults(run=partial(_export, parser))
-
-
-def _checkpoint(text: str) -> str:
-    if text != "last" and not re.fullmatch(r"\d{1,18}", text):
-        raise argparse.ArgumentTypeError(f"given {text}, allowed is last or the step of one")
-    return text if text == "last" else str(int(text))
 
 
 def _gib(text: str) -> int:

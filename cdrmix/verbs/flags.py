@@ -124,3 +124,20 @@ def at_least(lowest: int | float) -> Callable[[str], int | float]:
         return value
 
     return number
+
+
+def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --checkpoint, which is None where it is not given."""
+    which = (
+        "`last`, the newest that is whole (default), `best`, that with the lowest held-out loss, "
+        "or the step of one in the run directory"
+    )
+    parser.add_argument("--checkpoint", type=_which, metavar="best|last|STEP", help=which)
+
+
+def _which(text: str) -> str:
+    if text in ("best", "last"):
+        return text
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise argparse.ArgumentTypeError(f"given {text}, allowed is best, last or the step of one")
+    return str(int(text))

@@ -253,7 +253,7 @@ def test_the_newest_good_one_of_a_folder_and_its_copy_is_found(tmp_path: Path) -
 def test_old_checkpoints_that_cannot_be_dropped_leave_the_save_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unlistable(*_: object) -> None:
+    def unlistable(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error", str(tmp_path))
 
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
@@ -267,7 +267,7 @@ def test_old_checkpoints_that_cannot_be_dropped_leave_the_save_a_save(
 def test_a_fault_of_ours_in_the_folders_end_reaches_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(folder, "drop_others", broken)
