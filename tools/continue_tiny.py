@@ -1,7 +1,7 @@
 """Trains a tiny model on, with and without replay, and prints what it forgets and learns.
 
     python -m tools.continue_tiny                    # minutes on a CPU
-    python -m tools.continue_tiny --out DIR --steps 60
+    python -m tools.continue_tiny --out DIR --steps 60 --replay 0 0.01 0.1
 
 The old data are sources of Python's standard library, byte by byte; the new data the same text
 backwards, with its letters exchanged, which nothing learned of the old helps with. The base is
@@ -139,7 +139,7 @@ def train_base(
     """Trains the base on the old data; returns its run directory."""
     base = out / "base"
     values = {"data.path": old, "training.max_steps": steps, "training.start_from": "null"}
-    values |= {"cpt": "null", "training.warmup_steps": 20, **more}
+    values |= {"cpt": "null", "training.learning_rate": 4e-3, "training.warmup_steps": 20, **more}
     run(["--config", str(CONFIG), "--run-dir", str(base), *settings(values)])
     return base
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("experiments/continue-tiny"))
     parser.add_argument("--base-steps", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--replay", type=float, nargs="+", default=[0.0, 0.25])
     given = parser.parse_args()
     if given.out.exists():
