@@ -326,7 +326,7 @@ class Pretraining(Stage[Batch, StepResult]):
         return self.forgetting.measure(run)
 
     def is_compared(self, run: Run) -> bool:
-        """Whether the losses on old and new data are due behind the last step."""
+        """Tells if the losses on old and new data are due behind the last step."""
         if self.forgetting is None:
             return False
         return self.forgetting.is_due(run.step, run.config, last=run.step == self.num_steps)

@@ -22,6 +22,7 @@ from cdrmix.engines.loop import start_engine
 from cdrmix.engines.old_data import open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
+from cdrmix.engines.rewarming import warn_of_rewarming
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.self_replay import own_replay
@@ -178,6 +179,8 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     topology = make_topology(plan.degrees)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None
+    if source is not None and runtime.rank() == 0:
+        warn_of_rewarming(config, source)
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")

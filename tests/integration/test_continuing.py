@@ -16,7 +16,7 @@ QUIET = {"cpt.forgetting.every_steps": 1000, "evaluation.sample_tokens": 1}
 
 
 def trained(argv: Sequence[str]) -> None:
-    assert run_ranks(start, 1, [*argv], timeout_seconds=300) == [0]
+    assert run_ranks(start, 1, [*argv], timeout=300) == [0]
 
 
 def test_replay_keeps_what_the_base_knew_and_costs_little_of_what_is_new(tmp_path: Path) -> None:
