@@ -21,12 +21,12 @@ def trained(argv: Sequence[str]) -> None:
 
 def test_replay_keeps_what_the_base_knew_and_costs_little_of_what_is_new(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        data = write_data(tmp_path / "data", max_bytes=1_500_000)
-        base = train_base(tmp_path, data[0], 120, trained, {"evaluation.sample_tokens": 1})
+        data = write_data(tmp_path / "data")
+        base = train_base(tmp_path, data[0], 160, trained, {"evaluation.sample_tokens": 1})
         without, with_replay = (
-            continue_from(base, tmp_path, data, share, 100, trained, QUIET) for share in (0, 0.25)
+            continue_from(base, tmp_path, data, share, 120, trained, QUIET) for share in (0, 0.25)
         )
-    assert without.old_before == with_replay.old_before < 2.9, "the base has learned"
+    assert without.old_before == with_replay.old_before < 2.7, "the base has learned"
     shown = table([without, with_replay])
     assert with_replay.forgetting <= 0.25, shown
     assert without.forgetting >= 1.0, (
