@@ -23,7 +23,7 @@ _REPLAY = [*_BASE, "cpt.replay.source=/data/old"]
 # Keys that are allowed with another one only.
 NEEDS = {
     **{path: _REPLAY for path in ENTRIES if path.startswith("cpt.")},
-    **{path: _BASE for path in ("cpt", "cpt.replay", "cpt.replay.source")},
+    **dict.fromkeys(("cpt", "cpt.replay", "cpt.replay.source"), _BASE),
     **{path: _HUGGING_FACE for path in ENTRIES if path.startswith(("model.lora", "model.path"))},
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
