@@ -27,6 +27,7 @@ ROWS = (
     ("evaluation", "export", "corpus"),
     ("checkpoint", "reasoning"),
     ("parallel",),
+    ("hf",),
     ("models", "objectives"),
     ("data", "monitoring", "cluster"),
     ("planning",),

@@ -34,10 +34,16 @@ from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
+# True for the logical names of frozen parameters and buffers that no checkpoint holds.
+Elsewhere = Callable[[str], bool]
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _nowhere(_: str) -> bool:
+    return False
 
 
 class _Placement(NamedTuple):
@@ -66,10 +72,13 @@ class _Partition(NamedTuple):
     pieces: list[_Piece]
 
 
-def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
-    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers. Over all
-    ranks each element occurs exactly once. Called between two optimizer steps; values are views of
-    live memory where possible: use or copy them before the next."""
+def fragments(
+    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = _nowhere
+) -> Iterator[Fragment]:
+    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers, but for
+    those kept `elsewhere`. Over all ranks each element occurs exactly once. Called between two
+    optimizer steps; values are views of live memory where possible: use or copy them before the
+    next."""
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
@@ -86,7 +95,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                 if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
     for is_saved, held in _untrained(engine, logical_name):
-        if is_saved:
+        if is_saved and not elsewhere(held.name):
             # Buffers are copied: a forward pass may change them.
             flat = held.values.reshape(-1)
             yield replace(held, values=flat.float() if held.kind == "param" else flat.clone())
@@ -119,16 +128,19 @@ def load_engine(
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
+    elsewhere: Elsewhere = _nowhere,
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
-    Each rank reads its own part only. The engine is fresh or between two optimizer steps, and
-    `others` are logical names in the checkpoint that are read elsewhere. Raises StateError on every
-    rank if any of them found another model or could not read."""
+    Each rank reads its own part only. The engine is fresh or between two optimizer steps, `others`
+    are logical names in the checkpoint that are read elsewhere, and what the saving run kept
+    `elsewhere` stays as it is. Raises StateError on every rank if any of them found another model
+    or could not read."""
     shapes = _model_shapes(engine, logical_name)
+    shapes = {name: shape for name, shape in shapes.items() if not elsewhere(name)}
     # Checked on all ranks before any of them changes its engine. A rank that failed alone would
     # leave the others in the collectives that follow.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
-    runtime.together(lambda: _read(engine, checkpoint, logical_name))
+    runtime.together(lambda: _read(engine, checkpoint, logical_name, elsewhere))
     _round_from_masters(engine)
     counts = checkpoint.state["engine"]
     for count in _COUNTS:
@@ -317,10 +329,14 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
         yield is_saved, Fragment(logical_name(name), kind, placement.shape, span, values)
 
 
-def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
+def _read(
+    engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName, elsewhere: Elsewhere
+) -> None:
     """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
         for _, held in _untrained(engine, logical_name):
+            if elsewhere(held.name):
+                continue
             values = checkpoint.read(held.name, held.kind, held.span)
             held.values.copy_(values.reshape(held.values.shape))
     partitions = list(_partitions(engine, logical_name))

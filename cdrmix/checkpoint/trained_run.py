@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.base_model import base_folder, run_of
 from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import read_json
@@ -27,7 +28,7 @@ from cdrmix.data.shards import read_manifest
 from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
-from cdrmix.planning.counts import count
+from cdrmix.planning.counts import trained_params
 
 logger = get_logger(__name__)
 
@@ -135,11 +136,17 @@ def config_of(reader: CheckpointFile) -> Config:
             f"{path}: its configuration is not one of this version: {error}. Use the version "
             "that environment.json of its run directory names"
         ) from error
+    if config.model.kind == "hf":
+        # In the place of a folder that may have gone, or be another by now.
+        folder = base_folder(config.model, run_of(reader.path))
+        model = config.model.model_copy(update={"path": str(folder)})
+        config = config.model_copy(update={"model": model})
     # Checked before a model is made: a configuration of terabytes would take all memory.
     names = reader.names()
     sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
     available = sum(map(torch.Size.numel, sizes))
-    needed = count(config.model, 1).total_params
+    # of adapters alone: the frozen rest is in the folder of the base
+    needed = trained_params(config.model)
     if needed > available:
         raise StateError(
             f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "

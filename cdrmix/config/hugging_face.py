@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+# Folder of a run directory with config.json and other small files of the model that it began with.
+BASE_FOLDER = "base"
 # A config.json has a few kilobytes; one with lists of many layers, some hundred.
 _MAX_BYTES = 2**24
 # Families whose layers, losses and packing are tested; others must pass a check at their start.
 TESTED_FAMILIES = (
     "llama", "mistral", "mixtral", "nemotron_h", "qwen2", "qwen3", "qwen3_moe"
 )  # fmt: skip
+# Hybrids list a kind for each layer, as words or letters, in place of their number.
+_LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
+_EXPERT_LAYERS = ("moe", "E")
 # Our name of each size, and the names that families give it, the first one that is there counts.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", *_LAYER_LISTS),
     "num_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim", "attention_head_dim"),
@@ -82,7 +87,7 @@ def sizes_of_folder(folder: Path) -> dict[str, Any]:
             f"Known are {', '.join(TESTED_FAMILIES)}"
         )
     experts = _first(values, _NUM_EXPERTS)
-    if experts:
+    if experts and _has_expert_layers(values):
         sizes["moe"] = {
             "num_experts": experts,
             "top_k": _first(values, _TOP_K) or 2,
@@ -94,9 +99,17 @@ def sizes_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of several keys that holds a count."""
+    """The first of several keys that holds a count, or a list of so many."""
     for name in names:
         value = values.get(name)
+        if name in _LAYER_LISTS and isinstance(value, list | str):
+            value = len(value)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def _has_expert_layers(values: dict[str, Any]) -> bool:
+    """False where the kinds of all layers are listed, and none has experts."""
+    lists = [values[name] for name in _LAYER_LISTS if isinstance(values.get(name), list | str)]
+    return not lists or any(kind in lists[0] for kind in _EXPERT_LAYERS)

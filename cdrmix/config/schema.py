@@ -407,6 +407,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         stage_b = self.stage_b
+        if self.model.kind == "hf" and self.training.start_from is not None:
+            raise ValueError(
+                "training.start_from is for RWKX-V: a Hugging Face model begins with the weights "
+                "of model.path. Export the earlier run, and give that folder as model.path"
+            )
         if stage_b is not None and self.model.kind == "hf":
             raise ValueError(
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "

@@ -64,7 +64,6 @@ from cdrmix.data.shards import (
     SHARD_SUFFIXES,
     Manifest,
     ShardInfo,
-    TokenizerInfo,
     new_manifest,
     read_manifest,
     smallest_dtype,
@@ -72,6 +71,7 @@ from cdrmix.data.shards import (
     write_manifest,
 )
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer_files import copy_tokenizer, file_digests
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
@@ -355,7 +355,14 @@ class _Build:
         """Returns the folder of the tokenizer: what the recipe names, or trained on the corpus."""
         config = self._recipe.tokenizer
         if config.path is not None:
-            return Path(config.path)
+            # A copy, so that what the recipe says about special tokens goes with it.
+            source = Path(config.path)
+            key = content_key(file_digests(source), config.model_dump())
+            path = self._work / "tokenizer" / key
+            if not path.is_dir():
+                with new_folder(path) as new:
+                    copy_tokenizer(source, new, config.choices())
+            return path
         key = content_key([folder.name for folder in folders], config.model_dump(), self._share)
         path = self._work / "tokenizer" / key
         if not path.is_dir():
@@ -381,13 +388,13 @@ class _Build:
         self, folders: list[Path], tokenizer_folder: Path, num_slots: int
     ) -> list[StreamJob]:
         """Encodes all tasks and writes their shards, by one job for each split and domain."""
-        digest = hashlib.sha256((tokenizer_folder / TOKENIZER_FILE).read_bytes()).hexdigest()
+        digests = file_digests(tokenizer_folder)
         tokenizer = load_tokenizer(tokenizer_folder)
         fim = self._recipe.fim
         dtype = smallest_dtype(num_slots)
         jobs = []
         for task, folder in zip(self._tasks, folders, strict=True):
-            key = content_key(folder.name, digest, self._share, fim and fim.model_dump())
+            key = content_key(folder.name, digests, self._share, fim and fim.model_dump())
             out = self._work / "tokens" / key
             job = EncodeJob(task, folder, tokenizer_folder, dtype, self._share, fim, out)
             jobs.append(job)
@@ -427,9 +434,7 @@ class _Build:
         outcome: BuildOutcome,
     ) -> Manifest:
         """Writes tokenizer, report and manifest, and removes the work folder."""
-        content = (tokenizer_folder / TOKENIZER_FILE).read_bytes()
-        file = write_file(self._out / TOKENIZER_FILE, content)
-        tokenizer = load_tokenizer(tokenizer_folder)
+        tokenizer = copy_tokenizer(tokenizer_folder, self._out)
         records = [read_record(folder) for folder in results[-1]]
         written = [(stream, json.loads(stream.result.read_bytes())) for stream in streams]
         shards = [
@@ -440,10 +445,8 @@ class _Build:
         manifest = new_manifest(
             [shard for shard, _ in shards],
             vocab_size=num_slots,
-            tokenizer=TokenizerInfo(
-                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
-            ),
-            eos_id=tokenizer.eos_id,
+            tokenizer=tokenizer,
+            eos_id=streams[0].eos_id,
             source=lineage(self._recipe, self._name, self._tasks, records, shards),
         )
         write_build_report(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ from cdrmix.data.shards import (
     write_shards,
 )
 from cdrmix.data.token_dataset import TokenStream
-from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 
 SPLITS = ("train", "validation")
@@ -44,8 +45,13 @@ SPLITS = ("train", "validation")
 MAX_TOKENS = 2**23
 _WINDOW_TOKENS = 2**14
 _ORDERS = (1, 2, 3)
-# A worker encodes one task after another with the same tokenizer.
-_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+
+
+@lru_cache(maxsize=1)  # a worker encodes one task after another with the same tokenizer
+def _cached_tokenizer(folder: Path) -> Tokenizer:
+    # Each job has one core, and its neighbours the others.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return load_tokenizer(folder)
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class EncodeJob:
 
     Attributes:
         documents: result of the task's last pass.
-        tokenizer: folder with tokenizer.json.
+        tokenizer: folder with tokenizer.json, and what a foreign one has beside it.
         out: folder of the result.
     """
 
@@ -74,9 +80,9 @@ class EncodeJob:
 def run_encode(job: EncodeJob) -> None:
     """Encodes the documents of a task, unless the result exists.
 
-    The result has for each split `<split>.bin` (tokens, EOS after each document), `<split>.npy`
-    (tokens and bytes of text of each document, [n, 2] int64) and, for chains of thought, the role
-    of each token, `<split>.roles` (a byte each).
+    The result has for each split `<split>.bin` (tokens, with EOS after each document and in front
+    what it begins with, such as BOS), `<split>.npy` (tokens and bytes of text of each document,
+    [n, 2] int64) and, for chains of thought, the role of each token, `<split>.roles` (a byte each).
     """
     if job.is_done():
         return
@@ -93,14 +99,17 @@ def run_encode(job: EncodeJob) -> None:
             tokens: list[int] | None = None
             if has_roles:
                 tokens, roles = encoded(document.text, tokenizer)
-                role_files[split].write(bytes([*roles, roles[-1]]))  # EOS has that of the answer
+                # BOS has the role of the prompt, EOS that of the answer.
+                of_prefix = [roles[0]] * len(tokenizer.document_prefix)
+                role_files[split].write(bytes([*of_prefix, *roles, roles[-1]]))
             elif job.fim is not None and split == "train":
                 # The validation split is not rearranged: its loss has the same meaning in runs with
                 # and without infilling.
                 tokens = rearranged(document, job.fim, tokenizer)
             if tokens is None:
                 tokens = tokenizer.encode(document.text)
-            ids = np.array([*tokens, tokenizer.eos_id], dtype=dtype)
+            whole = [*tokenizer.document_prefix, *tokens, tokenizer.eos_id]
+            ids = np.array(whole, dtype=dtype)
             files[split].write(ids.tobytes())
             sizes[split].append((len(ids), len(document.text.encode())))
         for file in (*files.values(), *role_files.values()):

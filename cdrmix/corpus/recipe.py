@@ -26,7 +26,13 @@ from cdrmix.corpus.source import SourceConfig, missing_path
 from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter
 from cdrmix.data.document import FimConfig
 from cdrmix.data.shards import MAX_SHARD_TOKENS
-from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.data.tokenizer import Choices, load_tokenizer
+from cdrmix.data.tokenizer_base import (
+    CHAIN_ROLES,
+    FIM_ROLES,
+    ROLES_OF_TOKENS,
+    missing_roles,
+)
 from cdrmix.errors import ConfigError, DataError, TrainingError
 
 # Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
@@ -66,11 +72,41 @@ class StepConfig(Section):
 Numbered = tuple[int, StepConfig]
 
 
+class RolesConfig(Section):
+    """Tokens of a tokenizer that this package has not trained, by their role in documents."""
+
+    thought: str | None = Field(None, description="Begins the thought of a chain of thought.")
+    answer: str | None = Field(None, description="Begins the answer.")
+    fim_prefix: str | None = Field(None, description="Begins a document with infilling.")
+    fim_suffix: str | None = Field(None, description="Begins what comes behind the gap.")
+    fim_middle: str | None = Field(None, description="Begins what is to be filled in.")
+    memory: str | None = Field(None, description="Stands for a segment of memory in Stage B.")
+
+
 class TokenizerConfig(Section):
     """The tokenizer of a data set: trained on the corpus, or an existing one."""
 
     path: str | None = Field(
-        None, description="Folder with a tokenizer.json that this package has trained; null: train."
+        None,
+        description="Folder with a tokenizer.json, of this package or of a model of Hugging Face; "
+        "null: train.",
+    )
+    # The next three are left out where they say nothing, so that folders of recipes without them
+    # stay theirs.
+    eos_token: str | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="Token that ends each document; null: as the files of that folder say.",
+    )
+    add_bos: bool | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="Begin each document with BOS; null: as that tokenizer does with a text.",
+    )
+    roles: RolesConfig = Field(
+        RolesConfig(),
+        exclude_if=lambda value: value == RolesConfig(),
+        description="Its tokens for parts of documents, those that are not known by their names.",
     )
     # At least 256 bytes and 10 special tokens.
     vocab_size: int | None = Field(
@@ -84,7 +120,17 @@ class TokenizerConfig(Section):
     def _one_vocabulary(self) -> TokenizerConfig:
         if self.path is not None and self.vocab_size is not None:
             raise ValueError("tokenizer.vocab_size is for training one; remove it, or path")
+        if self.path is None and self.choices() != Choices():
+            raise ValueError(
+                "tokenizer.eos_token, add_bos and roles are for an existing one; give path too"
+            )
         return self
+
+    def choices(self) -> Choices:
+        """Returns what the recipe says about special tokens."""
+        named = ((role, getattr(self.roles, role)) for role in ROLES_OF_TOKENS)
+        roles = {role: token for role, token in named if token is not None}
+        return Choices(eos_token=self.eos_token, add_bos=self.add_bos, roles=roles)
 
 
 class ShardsConfig(Section):
@@ -257,9 +303,14 @@ class _Parts:
         ]
         if self.tokenizer and self.tokenizer.path is not None:
             try:
-                load_tokenizer(Path(self.tokenizer.path))
+                tokenizer = load_tokenizer(Path(self.tokenizer.path), self.tokenizer.choices())
             except DataError as error:
                 problems.append(Problem(("tokenizer", "path"), str(error)))
+            else:
+                chains = any(source.chain_of_thought for _, source in self.sources)
+                needed = (*(CHAIN_ROLES if chains else ()), *(FIM_ROLES if self.fim else ()))
+                if missing := [role for role in needed if role not in tokenizer.roles]:
+                    problems.append(Problem(("tokenizer", "path"), missing_roles(missing)))
         return problems
 
 

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from cdrmix.config.model import Section
-from cdrmix.data.tokenizer import ANSWER, FIM_TOKENS, SPECIAL_TOKENS, THOUGHT, Tokenizer
+from cdrmix.data.tokenizer import ANSWER, SPECIAL_TOKENS, THOUGHT
+from cdrmix.data.tokenizer_base import CHAIN_ROLES, FIM_ROLES, Tokenizer
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class FimConfig(Section):
 
 
 def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> list[int] | None:
-    """Ids of a rearranged document, without EOS; None if it stays as it is."""
+    """Ids of a rearranged document, without prefix and EOS; None if it stays as it is."""
     text = document.text
     if config.domains is not None and document.domain not in config.domains:
         return None
@@ -107,8 +108,10 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
         int(draw_by_key(document.id, f"fim cut {number}") * (len(text) + 1)) for number in (1, 2)
     )
     # Encoded apart: a token that reaches over a cut would give the middle away.
-    prefix, middle, suffix = map(tokenizer.encode, (text[:begin], text[begin:end], text[end:]))
-    pre, suf, mid = map(tokenizer.special_id, FIM_TOKENS)
+    prefix = tokenizer.encode(text[:begin])
+    middle = tokenizer.encode(text[begin:end], continues=begin > 0)
+    suffix = tokenizer.encode(text[end:], continues=end > 0)
+    pre, suf, mid = map(tokenizer.role_id, FIM_ROLES)
     if draw_by_key(document.id, "fim order") < config.spm_rate:
         return [pre, suf, *suffix, mid, *prefix, *middle]
     return [pre, *prefix, suf, *suffix, mid, *middle]
@@ -116,17 +119,25 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
 
 def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Ids whose text is the original one, of ids with or without the order of `rearranged`."""
-    pre, suf, mid = map(tokenizer.special_id, FIM_TOKENS)
-    if not ids or ids[0] != pre:
+    ids = _without_prefix(ids, tokenizer)
+    if not ids or ids[0] != tokenizer.roles.get("fim_prefix"):
         return list(ids)
+    suf, mid = map(tokenizer.role_id, FIM_ROLES[1:])
     # Text never encodes to these ids, so that the first ones are the separators.
     suffix_at, middle_at = map(ids.index, (suf, mid))
     # In SPM the part before the suffix is empty, and prefix and middle stand together at the end.
     return [*ids[1:suffix_at], *ids[middle_at + 1 :], *ids[suffix_at + 1 : middle_at]]
 
 
+def _without_prefix(ids: Sequence[int], tokenizer: Tokenizer) -> Sequence[int]:
+    """Ids of a document behind those that each one begins with."""
+    prefix = tokenizer.document_prefix
+    return ids[len(prefix) :] if tuple(ids[: len(prefix)]) == prefix else ids
+
+
 # Parts that a token may belong to; shards store the index. `<|thought|>` belongs to the thought and
-# `<|answer|>` to the answer, as a model has to begin them; so does the EOS behind the answer.
+# `<|answer|>` to the answer, as a model has to begin them; so does the EOS behind the answer. A BOS
+# belongs to the prompt.
 ROLES = ("text", "prompt", "thought", "answer")
 
 
@@ -151,12 +162,14 @@ def parted(text: str) -> tuple[str, str, str] | None:
 
 
 def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids of a joined text, and the role of each, without EOS."""
+    """Ids of a joined text, and the role of each, without prefix and EOS."""
     parts = parted(text)
     assert parts is not None, "documents whose parts were taken apart are dropped before"
-    prompt, thought, answer = map(tokenizer.encode, parts)
-    thought.insert(0, tokenizer.special_id(THOUGHT))
-    answer.insert(0, tokenizer.special_id(ANSWER))
+    prompt = tokenizer.encode(parts[0])
+    thought, answer = (
+        [tokenizer.role_id(role), *tokenizer.encode(part, continues=True)]
+        for role, part in zip(CHAIN_ROLES, parts[1:], strict=True)
+    )
     # Their places in ROLES.
     roles = [1] * len(prompt) + [2] * len(thought) + [3] * len(answer)
     return [*prompt, *thought, *answer], roles
@@ -164,9 +177,12 @@ def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None:
     """Parts of a document by role, from its ids; None if it is no chain of thought."""
-    thought, answer = map(tokenizer.special_id, (THOUGHT, ANSWER))
-    if thought not in ids or answer not in ids:
+    marks = [tokenizer.roles[role] for role in CHAIN_ROLES if role in tokenizer.roles]
+    if len(marks) < len(CHAIN_ROLES) or not all(mark in ids for mark in marks):
         return None
-    begin, end = map(ids.index, (thought, answer))
-    parts = (ids[:begin], ids[begin + 1 : end], ids[end + 1 :])
-    return dict(zip(ROLES[1:], map(tokenizer.decode, parts), strict=True))
+    ids = _without_prefix(ids, tokenizer)
+    begin, end = map(ids.index, marks)
+    prompt = tokenizer.decode(ids[:begin])
+    parts = (ids[begin + 1 : end], ids[end + 1 :])
+    later = (tokenizer.decode(part, continues=True) for part in parts)
+    return dict(zip(ROLES[1:], (prompt, *later), strict=True))

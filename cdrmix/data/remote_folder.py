@@ -19,6 +19,7 @@ from cdrmix.data.shards import (
     read_manifest,
 )
 from cdrmix.data.tokenizer import MAX_TOKENIZER_BYTES
+from cdrmix.data.tokenizer_base import MAX_SIDE_BYTES
 from cdrmix.errors import DataError
 
 
@@ -45,15 +46,17 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                 copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
                 manifest = read_manifest(new)
                 _check_room(manifest, data, sequence_length)
-                tokenizer = new / manifest.tokenizer.file
-                sha256 = manifest.tokenizer.sha256
-                copy(f"{url}/{tokenizer.name}", tokenizer, sha256, max_bytes=MAX_TOKENIZER_BYTES)
+                tokenizer = manifest.tokenizer
+                file, sha256 = tokenizer.file, tokenizer.sha256
+                copy(f"{url}/{file}", new / file, sha256, max_bytes=MAX_TOKENIZER_BYTES)
+                for side, info in tokenizer.files.items():
+                    copy(f"{url}/{side}", new / side, info.sha256, max_bytes=MAX_SIDE_BYTES)
                 folder = cache / manifest_digest(manifest)[:16]  # by the content of the data set
                 folder.mkdir(exist_ok=True)
                 remember(folder, url, data.cache_bytes)
                 # The manifest last: with it the folder counts as built.
-                tokenizer.replace(folder / tokenizer.name)
-                path.replace(folder / path.name)
+                for name in (file, *tokenizer.files, MANIFEST_FILE):
+                    (new / name).replace(folder / name)
                 return folder
             finally:
                 shutil.rmtree(new, ignore_errors=True)

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cdrmix.data.folders import open_new
 from cdrmix.data.remote import remote_files
+from cdrmix.data.tokenizer_base import SideFile
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -95,11 +96,28 @@ class SplitInfo(_Record):
 
 
 class TokenizerInfo(_Record):
-    """The tokenizer file that the shards were encoded with."""
+    """The tokenizer that the shards were encoded with; the defaults are those of our own.
+
+    Attributes:
+        num_tokens: largest id plus 1.
+        content_sha256: of the parts of the file that decide the ids, for comparison with others.
+        document_prefix: ids that each document begins with, such as BOS.
+        pad_id: token that fills rows.
+        files: what lies beside the file and belongs to it.
+    """
 
     file: Literal["tokenizer.json"]
     sha256: str
     num_tokens: int = Field(ge=1)
+    kind: Literal["cdrmix", "foreign"] = "cdrmix"
+    content_sha256: str | None = None
+    document_prefix: tuple[int, ...] = ()
+    pad_id: int | None = None
+    files: dict[SideFile, FileInfo] = {}
+
+    def digests(self) -> dict[str, str]:
+        """sha256 (hex) of all files of the tokenizer, by name."""
+        return {self.file: self.sha256} | {name: info.sha256 for name, info in self.files.items()}
 
 
 class Manifest(_Record):
@@ -356,8 +374,7 @@ def verify_shards(
         for suffix, info in shard.files().items()
     ]
     if part == 0:  # one rank is enough for the tokenizer
-        path = folder / manifest.tokenizer.file
-        problems.append(file_problem(path, None, manifest.tokenizer.sha256, mode="digest"))
+        problems += tokenizer_problems(folder, manifest)
     found = [problem for problem in problems if problem is not None]
     if found:
         advice = dict.fromkeys(problem.advice for problem in found if problem.advice)
@@ -370,6 +387,15 @@ class FileProblem:
 
     text: str
     advice: str = REBUILD
+
+
+def tokenizer_problems(folder: Path, manifest: Manifest) -> list[FileProblem]:
+    """Returns the faults of the tokenizer's files."""
+    problems = (
+        file_problem(folder / name, None, sha256, mode="digest")
+        for name, sha256 in manifest.tokenizer.digests().items()
+    )
+    return [problem for problem in problems if problem is not None]
 
 
 def file_problem(

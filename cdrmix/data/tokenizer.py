@@ -1,7 +1,7 @@
-"""Byte-level BPE: trained with Hugging Face tokenizers, encoding with tiktoken.
+"""Tokenizers of this package, byte-level BPE, and the loading of any tokenizer.
 
-tiktoken, loaded from the same merges and the same pattern, gives the same ids 6 to 8 times as fast
-per CPU-second.
+They are trained with Hugging Face tokenizers and encode with tiktoken, which, loaded from the same
+merges and the same pattern, gives the same ids 6 to 8 times as fast per CPU-second.
 """
 
 import json
@@ -15,19 +15,34 @@ import tiktoken
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from cdrmix.data.foreign_tokenizer import Choices, load_foreign
 from cdrmix.data.shards import read_regular
+from cdrmix.data.tokenizer_base import (
+    CHAIN_ROLES,
+    FIM_ROLES,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILE,
+    Tokenizer,
+)
 from cdrmix.errors import DataError
 
-TOKENIZER_FILE = "tokenizer.json"
-# A vocabulary of 50,272 tokens takes 3 MB, one of 2**20 some 80 MB.
-MAX_TOKENIZER_BYTES = 2**27
+__all__ = (
+    "MAX_TOKENIZER_BYTES",
+    "TOKENIZER_FILE",
+    "Choices",
+    "Tokenizer",
+    "load_tokenizer",
+    "train_tokenizer",
+)
+
 EOS = "<|eos|>"
 PAD = "<|pad|>"
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 THOUGHT = "<|thought|>"
 ANSWER = "<|answer|>"
+MEMORY = "<|memory|>"
 # In this order they take the lowest ids. They are never produced from text.
-SPECIAL_TOKENS = (EOS, "<|bos|>", PAD, *FIM_TOKENS, "<|fim_pad|>", THOUGHT, ANSWER, "<|memory|>")
+SPECIAL_TOKENS = (EOS, "<|bos|>", PAD, *FIM_TOKENS, "<|fim_pad|>", THOUGHT, ANSWER, MEMORY)
 
 # GPT-4's pre-tokenisation: a word may take one sign or space before it, digits go by three, line
 # ends join the characters before them. On Python source it gives 3.78 bytes per
@@ -41,6 +56,14 @@ _PATTERN = (
 # tiktoken's pattern engine overflows its stack on about a million blanks in a row.
 _BLANK_BLOCK = 2**16
 _FIRST_MERGE = len(SPECIAL_TOKENS) + 256
+# Vocabularies of tokenizers that have no tokenizer.json.
+_SLOW_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _UNASSIGNED = "\N{REPLACEMENT CHARACTER}".encode()
 # Byte behind each character of a vocabulary entry: GPT-2's table, which writes an unprintable byte
 # as the character at 256 plus its index among those.
@@ -79,23 +102,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-class Tokenizer:
-    """Conversion of text to ids and back."""
+class TrainedTokenizer(Tokenizer):
+    """A tokenizer of `train_tokenizer`: every byte of a text comes back."""
+
+    kind = "cdrmix"
+    document_prefix = ()
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self._encoding = encoding
-        self.vocab_size: int = encoding.n_vocab  # in use; a model may have more rows than that
+        self.vocab_size = encoding.n_vocab
         self.eos_id, self.pad_id = map(encoding.encode_single_token, (EOS, PAD))
+        names = dict(zip((*FIM_ROLES, *CHAIN_ROLES), (*FIM_TOKENS, THOUGHT, ANSWER), strict=True))
+        names["memory"] = MEMORY
+        self.roles = {role: encoding.encode_single_token(name) for role, name in names.items()}
 
-    def special_id(self, token: str) -> int:
-        """Id of one of `SPECIAL_TOKENS`."""
-        return self._encoding.encode_single_token(token)
-
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
         """Ids of `text`; the name of a special token inside it is text like any other.
 
         Equal to the result of Hugging Face tokenizers, except for text with 65,536 blanks in a row,
-        which is cut there.
+        which is cut there. Text that continues another has the same ids.
         """
         return [i for piece in _cut(text) for i in self._encoding.encode_ordinary(piece)]
 
@@ -108,8 +133,8 @@ class Tokenizer:
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads))
         return [list(chain.from_iterable(islice(encoded, len(cut)))) for cut in pieces]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, with special tokens by name.
+    def decode(self, ids: Iterable[int], *, continues: bool = False) -> str:
+        """Text of `ids`, with special tokens by name, whether it continues another or not.
 
         U+FFFD for an id without a token (a model may have more rows than tokens) and for bytes that
         are not UTF-8.
@@ -128,23 +153,59 @@ def _cut(text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a built folder, of the kind that `train_tokenizer` makes."""
+def load_tokenizer(folder: Path, choices: Choices | None = None) -> Tokenizer:
+    """Loads the tokenizer of a folder: of this package, or any of the package tokenizers.
+
+    Args:
+        choices: for the special tokens of a foreign one, before what its files say.
+    Raises:
+        DataError: if there is none, it is damaged or too large, or names no EOS.
+    """
     path = Path(folder) / TOKENIZER_FILE
     try:
-        content = json.loads(read_regular(path, MAX_TOKENIZER_BYTES))
-        return Tokenizer(_to_tiktoken(content))
+        content = json.loads(read_regular(path, MAX_TOKENIZER_BYTES).decode())
     except OSError as error:
+        slow = next((name for name in _SLOW_FILES if (path.parent / name).is_file()), None)
+        if slow is not None and isinstance(error, FileNotFoundError):
+            raise DataError(
+                f"{path}: not found, and {slow} alone is not read. Convert it once, with "
+                'transformers and sentencepiece: python -c "from transformers import '
+                f"AutoTokenizer; AutoTokenizer.from_pretrained('{folder}')"
+                ".save_pretrained('NEW_FOLDER')\""
+            ) from error
         raise DataError(
             f"{path}: cannot be read: {error.strerror}. A folder of token shards holds its "
             "tokenizer; copy it from there, or build the folder again."
         ) from error
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not a tokenizer.json ({type(error).__name__}: {error}). Copy it again from "
+            "where it is whole, or build the folder again."
+        ) from error
+    if not _claims_to_be_ours(content):
+        return load_foreign(Path(folder), content, choices or Choices())
+    if choices is not None and choices != Choices():
+        raise DataError(
+            f"{path}: was trained by this package, which decides its special tokens. Leave out "
+            "tokenizer.eos_token, tokenizer.add_bos and tokenizer.roles."
+        )
+    try:
+        return TrainedTokenizer(_to_tiktoken(content))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a byte-level BPE tokenizer as this package trains it "
             f"({type(error).__name__}: {error}). Copy it again from where it is whole, or build "
             "the folder again."
         ) from error
+
+
+def _claims_to_be_ours(content: Any) -> bool:
+    """True for a parsed tokenizer.json with most of our special tokens: others have a few."""
+    try:
+        names = {token["content"] for token in content["added_tokens"]}
+        return 2 * len(names.intersection(SPECIAL_TOKENS)) > len(SPECIAL_TOKENS)
+    except (KeyError, TypeError):
+        return False
 
 
 def _to_tiktoken(content: dict[str, Any]) -> tiktoken.Encoding:

@@ -13,7 +13,7 @@ from cdrmix.cluster.starts import read_starts
 from cdrmix.engines.loop import train
 from cdrmix.engines.recovery import leave_behind, restore, write_record
 from cdrmix.engines.run import Run
-from cdrmix.engines.run_directory import FINISHED, write_description
+from cdrmix.engines.run_directory import FINISHED, write_base, write_description
 from cdrmix.engines.start_record import record_start
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import record
@@ -58,6 +58,9 @@ def run_stage(
                 logger.info("resumed from %s", checkpoint.path)
             # Only now, so that a start that is refused leaves an earlier run as it was.
             describe = partial(write_description, directory, run.config, run.plan, stage.corpus)
+            if run.base is not None and run.base_files is not None:
+                kept = partial(write_base, directory, run.base_files, run.base["digest"])
+                runtime.first_rank_does(kept)
             runtime.first_rank_does(lambda: describe(stage_b_steps=steps))
             if not run.is_recorded:
                 record_start(run, state)

@@ -12,7 +12,7 @@ from cdrmix.config.schema import TrainingConfig
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for AdamW: matrices decayed, vectors not, experts by themselves.
+    """Groups for AdamW of what trains: matrices decayed, vectors not, experts by themselves.
 
     DeepSpeed reduces and clips a group marked `moe` over its expert group, which its name gives;
     a group may hold either experts or dense parameters (0.19.8, moe/utils.py). Experts, parameters
@@ -23,6 +23,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     plain: list[nn.Parameter] = []
     experts: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         if not getattr(parameter, "allreduce", True):
             experts.setdefault(parameter.group_name, []).append(parameter)  # type: ignore[attr-defined]
         # `shape` of a parameter that ZeRO-3 has partitioned is that of an empty tensor.
@@ -30,7 +32,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
             decayed.append(parameter)
         else:
             plain.append(parameter)
-    return [
+    groups: list[dict[str, Any]] = [
         {"name": "matrices", "params": decayed, "weight_decay": weight_decay},
         {"name": "vectors", "params": plain, "weight_decay": 0.0},
         *(
@@ -38,6 +40,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
             for name, parameters in experts.items()
         ),
     ]
+    # Low-rank adapters are matrices, all of them, and DeepSpeed takes no empty group.
+    return [group for group in groups if group["params"]]
 
 
 def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:

@@ -54,6 +54,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "seconds": run.seconds,
                 "health": run.health.state_dict(),
                 "stage": run.stage.name,
+                **({"base": run.base} if run.base else {}),
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},

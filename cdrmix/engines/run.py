@@ -200,6 +200,10 @@ class Start:
     # Description of the weights that a new run began with; None: its own, or those of a checkpoint.
     start_from: JsonObject | None = None
     is_recorded: bool = False  # an earlier stage of this start has written the record of both
+    # Of a Hugging Face model: folder, digest and family of what training began with, and the folder
+    # with its small files.
+    base: JsonObject | None = None
+    base_files: Path | None = None
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,6 @@ from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.resuming import resumed_run
 from cdrmix.config.schema import Config
-from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
@@ -305,6 +304,25 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
     )
 
 
+def write_base(directory: RunDirectory, source: Path, digest: str) -> None:
+    """Keep config.json, tokenizer and other small files of the base beside the checkpoints, which
+    can then be used without it; rank 0.
+
+    `source` is the folder of the base with this digest, or `base` of another run directory. Raises
+    StateError if they cannot be copied.
+    """
+    from cdrmix.checkpoint.base_model import write_base_files  # brings torch
+
+    for folder in (directory.path, *directory.copies):
+        try:
+            write_base_files(folder, source, digest)
+        except OSError as error:
+            raise StateError(
+                f"{error.filename or folder}: the files of the base model cannot be copied "
+                f"({error.strerror}). Make room, or give a --run-dir that this user can write to"
+            ) from error
+
+
 def write_description(
     directory: RunDirectory,
     config: Config,
@@ -335,12 +353,15 @@ def write_description(
         write_json_atomic(plan_path, content)
     write_json_atomic(path / "environment.json", runtime.describe_environment())
     # Beside the checkpoints, which can then be used without the data set.
-    source = corpus.folder / TOKENIZER_FILE
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
-    if hashlib.sha256(text.encode()).hexdigest() != corpus.manifest.tokenizer.sha256:
-        raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
-    for folder in (path, *directory.copies):
-        write_text_atomic(folder / TOKENIZER_FILE, text)
+    for name, digest in corpus.manifest.tokenizer.digests().items():
+        source = corpus.folder / name
+        try:
+            text = source.read_bytes().decode()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{source}: cannot be read ({error}). Copy the data set again"
+            ) from error
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
+        for folder in (path, *directory.copies):
+            write_text_atomic(folder / name, text)

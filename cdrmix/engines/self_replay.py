@@ -19,7 +19,6 @@ from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.shards import (
     MANIFEST_FILE,
     Document,
-    TokenizerInfo,
     new_manifest,
     read_manifest,
     smallest_dtype,
@@ -28,7 +27,7 @@ from cdrmix.data.shards import (
     write_shards,
 )
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from cdrmix.data.tokenizer_base import Tokenizer
 from cdrmix.engines.old_data import open_replay
 from cdrmix.engines.run import Start
 from cdrmix.engines.training_data import Corpus
@@ -129,7 +128,9 @@ def _written(
     documents: list[NDArray[np.int64]] = []
     total = 0
     turn = 0
-    prompt = torch.full((_DOCUMENTS_AT_ONCE, 1), tokenizer.eos_id, device=engine.device)
+    # Documents in training begin so, too: with BOS, or behind the EOS of the one before.
+    prefix = torch.tensor(tokenizer.prefix_ids, device=engine.device)
+    prompt = prefix.expand(_DOCUMENTS_AT_ONCE, -1)
     while total < num_tokens:
         batch = turn * topology.degrees.data + topology.data_rank
         with start.heartbeat.phase("writing replay"):
@@ -176,7 +177,7 @@ def _cut(rows: NDArray[np.int64], tokenizer: Tokenizer) -> Iterator[NDArray[np.i
         # A model may have more rows than there are tokens.
         text = text[text < tokenizer.vocab_size]
         if len(text):
-            yield np.append(text, tokenizer.eos_id)
+            yield np.array([*tokenizer.document_prefix, *text, tokenizer.eos_id])
 
 
 def _save(
@@ -185,28 +186,27 @@ def _save(
     """Writes the documents as a folder of token shards; rank 0."""
     tokenizer = corpus.tokenizer
     vocab_size = corpus.manifest.vocab_size
+    begin = len(tokenizer.document_prefix)
 
     def pieces() -> Iterator[Document]:
         for document in documents:
-            yield document, len(tokenizer.decode(document[:-1]).encode())
+            yield document, len(tokenizer.decode(document[begin:-1]).encode())
 
     try:
         remove_unfinished(folder)
         if folder.exists():  # of an earlier start of this run, with other settings
             shutil.rmtree(folder)
         with new_folder(folder) as made:
-            text = (corpus.folder / TOKENIZER_FILE).read_bytes()
-            file = write_file(made / TOKENIZER_FILE, text)
+            # As it lies beside the new data, so that both have one tokenizer.
+            for name in corpus.manifest.tokenizer.digests():
+                write_file(made / name, (corpus.folder / name).read_bytes())
             shards = write_shards(
                 made, pieces(), split="train", domain=_DOMAIN, dtype=smallest_dtype(vocab_size)
-            )
-            info = TokenizerInfo(
-                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
             )
             manifest = new_manifest(
                 shards,
                 vocab_size=vocab_size,
-                tokenizer=info,
+                tokenizer=corpus.manifest.tokenizer,
                 eos_id=tokenizer.eos_id,
                 source=origin,
             )

@@ -32,13 +32,13 @@ from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
-from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
+from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
-from cdrmix.parallel.apply import for_inference
+from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
@@ -87,7 +87,7 @@ def micro_step(
 
 def loss(
     output: Output,
-    embedding: TokenEmbedding,
+    embedding: Scorer,
     labels: Tensor,
     config: Config,
     topology: Topology,
@@ -304,7 +304,7 @@ class Pretraining(Stage[Batch, StepResult]):
                 topology=run.topology,
             )
             tokenizer = self.corpus.tokenizer
-            prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
+            prompt = [*tokenizer.prefix_ids, *tokenizer.encode(settings.sample_prompt)]
             # Without a stop token: the experts of one rank may serve the text of another, and ranks
             # whose rounding differs in the last bit could end the text at different tokens.
             new = generate(
@@ -315,7 +315,7 @@ class Pretraining(Stage[Batch, StepResult]):
                 seed=run.config.training.seed,
             )
             document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
-            text = tokenizer.decode(list(document))
+            text = tokenizer.decode(document, continues=bool(settings.sample_prompt))
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
         return evaluation
 
@@ -400,12 +400,16 @@ class Pretraining(Stage[Batch, StepResult]):
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of masters, moments and buffers."""
-        return engine_state.fragments(run.engine, logical_name)
+        """This rank's share of masters, moments and buffers; with adapters, of them alone."""
+        model = run.config.model
+        name = logical_name_in(model)
+        return engine_state.fragments(run.engine, name, elsewhere=frozen_in(model))
 
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
-        engine_state.load_engine(run.engine, reader, logical_name)
+        model = run.config.model
+        name = logical_name_in(model)
+        engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
         self.samples = list(reader.state["samples"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))

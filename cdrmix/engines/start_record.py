@@ -65,6 +65,7 @@ def _describe(run: Run, state: JsonObject | None, hosts: Counter[str]) -> JsonOb
         "config_hash": config_hash(Config.model_validate(values)),
         "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
         "data": describe_data(config, run.stage.corpus),
+        **({"base": run.base} if run.base else {}),
         "hosts": [{"name": name, "ranks": ranks} for name, ranks in hosts.items()],
         "plan": {
             "profile": plan.profile,

@@ -138,7 +138,7 @@ def evaluate(
     one capacity.
 
     Args:
-        model: the backbone; its mode is restored at the end. Evaluation is dropless.
+        model: its mode is restored at the end. Evaluation is dropless.
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
         segment_documents: keep the documents of a sample apart, as in training.
@@ -161,7 +161,7 @@ def evaluate(
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
-        routing = totals.new_zeros(model.config.num_layers * num_statistics(moe))
+        routing = totals.new_zeros(model.num_moe_layers * num_statistics(moe))
         totals = torch.cat([totals, routing])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
@@ -238,7 +238,7 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
                 domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
     layers = []
     if (moe := config.moe) is not None:
-        per_token = (parts / totals[2]).view(config.num_layers, -1).cpu()
+        per_token = (parts / totals[2]).view(-1, num_statistics(moe)).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
         rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -29,9 +29,11 @@ from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
+from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Backbone, logical_name
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
+from cdrmix.parallel.apply import logical_name_in
 
 logger = get_logger(__name__)
 
@@ -41,14 +43,14 @@ class TrainedModel:
     """Model, resolved configuration and tokenizer of one checkpoint.
 
     Attributes:
-        model: the whole backbone, float32, evaluation mode.
+        model: the whole model, float32, evaluation mode.
         tokenizer_digest: sha256 of the tokenizer's file, hex.
         checkpoint: folder of the checkpoint, verified.
         step: optimizer steps of the training.
     """
 
     config: Config
-    model: Backbone
+    model: Backbone | HuggingFaceModel
     tokenizer: Tokenizer
     tokenizer_digest: str
     checkpoint: Path
@@ -68,13 +70,26 @@ def load_trained(source: Path) -> TrainedModel:
         config = config_of(reader)
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
-        # Made on the device: a large model need not fit into the host's memory.
-        with torch.device(runtime.device()):
-            model = Backbone(config.model)
+        model = _without_weights(config)
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
-        engine_state.load_module(model, reader, logical_name, others=stage_b)
+        engine_state.load_module(model, reader, logical_name_in(config.model), others=stage_b)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
+
+
+def _without_weights(config: Config) -> Backbone | HuggingFaceModel:
+    """Makes the model of a checkpoint on the device: a large one need not fit into the host's
+    memory."""
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.hf.build import build_causal
+
+        training = config.training.model_copy(update={"precision": "fp32"})
+        whole = config.model_copy(update={"training": training})
+        causal = build_causal(whole, None, folder=Path(str(config.model.path)))
+        return HuggingFaceModel(causal, config.model)
+    with torch.device(runtime.device()):
+        return Backbone(config.model)
 
 
 def continue_text(
@@ -83,8 +98,7 @@ def continue_text(
     """Generates the continuation of `prompt` by a trained model."""
     run = load_trained(source)
     tokenizer = run.tokenizer
-    # In training each document follows an EOS.
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     new = generate(
         run.model,
         torch.tensor([ids], device=runtime.device()),
@@ -93,7 +107,8 @@ def continue_text(
         seed=seed,
         stop_id=tokenizer.eos_id,
     )
-    return tokenizer.decode([token for token in new[0].tolist() if token != tokenizer.eos_id])
+    tokens = (token for token in new[0].tolist() if token != tokenizer.eos_id)
+    return tokenizer.decode(tokens, continues=bool(prompt))
 
 
 def evaluate_run(

@@ -13,7 +13,10 @@ from transformers import GenerationConfig
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
-from cdrmix.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from cdrmix.data.foreign_tokenizer import whole_and_certain
+from cdrmix.data.shards import read_regular
+from cdrmix.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, load_tokenizer
+from cdrmix.data.tokenizer_base import MAX_TOKENIZER_BYTES, TOKENIZER_FILE, Tokenizer
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.modeling_cdrmix import CDRMixForCausalLM
 from cdrmix.models.block import NORM_EPS
@@ -56,8 +59,8 @@ def model_config(config: Config, tokenizer: Tokenizer, dtype: torch.dtype) -> CD
         rms_norm_eps=NORM_EPS,
         max_position_embeddings=config.training.sequence_length,
         initializer_range=model.init_std,
-        # In training each document follows an EOS: that is what a text begins with.
-        bos_token_id=tokenizer.eos_id,
+        # The EOS that each document in training follows, if there is no other prefix.
+        bos_token_id=tokenizer.prefix_ids[0],
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
         architectures=[CDRMixForCausalLM.__name__],
@@ -86,29 +89,38 @@ def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
     )
     files["config.json"] = config.to_json_string()
     files["generation_config.json"] = generation.to_json_string()
-    files[TOKENIZER_FILE] = _tokenizer_text(tokenizer_folder / TOKENIZER_FILE, config)
-    tokenizer = {
+    return files | _tokenizer_files(config, tokenizer_folder)
+
+
+def _tokenizer_files(config: CDRMixConfig, folder: Path) -> dict[str, str]:
+    """Text of the files of the tokenizer; its class in transformers takes tokenizer.json as is."""
+    tokenizer = load_tokenizer(folder)
+    content = json.loads(read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES))
+    engine = tokenizers.Tokenizer.from_str(json.dumps(whole_and_certain(content)))
+    ids = (tokenizer.prefix_ids[0], tokenizer.eos_id, tokenizer.pad_id)
+    bos, eos, pad = map(engine.id_to_token, ids)
+    described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": EOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "extra_special_tokens": [token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
         "padding_side": "left",
         "model_max_length": config.max_position_embeddings,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    files["tokenizer_config.json"] = json.dumps(tokenizer, indent=2) + "\n"
-    return files
-
-
-def _tokenizer_text(path: Path, config: CDRMixConfig) -> str:
-    """Text of tokenizer.json of a run, changed to begin each text as documents in training do."""
-    tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
-    # transformers 5 ignores `add_bos_token` in tokenizer_config.json beside a tokenizer.json.
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{EOS} $A",
-        pair=f"{EOS} $A {EOS}:1 $B:1",
-        special_tokens=[(EOS, config.bos_token_id)],
+    if tokenizer.kind == "cdrmix":
+        names = [token for token in SPECIAL_TOKENS if token not in (EOS, PAD)]
+        described["extra_special_tokens"] = names
+    # Each text begins as documents in training do. transformers 5 ignores `add_bos_token` in
+    # tokenizer_config.json beside a tokenizer.json.
+    prefix = [(str(engine.id_to_token(id)), id) for id in tokenizer.prefix_ids]
+    first = " ".join(name for name, _ in prefix)
+    second = " ".join(f"{name}:1" for name, _ in prefix)
+    engine.post_processor = TemplateProcessing(
+        single=f"{first} $A", pair=f"{first} $A {second} $B:1", special_tokens=prefix
     )
-    return tokenizer.to_str(pretty=True)
+    return {
+        TOKENIZER_FILE: engine.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(described, indent=2) + "\n",
+    }

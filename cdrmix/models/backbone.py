@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.block import Block, BlockState, rms_norm
+from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.initialize import normal_
 from cdrmix.models.recompute import Context, run_blocks
 
@@ -23,18 +23,28 @@ class Output(NamedTuple):
 
     hidden: Tensor  # normalised output of the last block, [B, T, D]; `Backbone.logits` maps it
     router_statistics: Tensor | None  # [L, S] as in `MoEFeedForward.forward`; None: dense model
-    state: list[BlockState] | None  # per block, for going on after token T; None unless asked for
+    # for going on after token T; None unless asked for
+    state: Any  # of each block, `list[BlockState]`; the cache of a Hugging Face model
+
+
+class Scorer(Protocol):
+    """The head of a model."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class LanguageModel(Protocol):
-    """Interface for evaluation and decoding: a `Backbone`, or one over pipeline stages."""
+    """Interface for evaluation and decoding: a `Backbone`, one over pipeline stages, or a
+    Hugging Face model."""
 
     @property
     def config(self) -> ModelConfig: ...
     @property
     def device(self) -> torch.device: ...
     @property
-    def embedding(self) -> TokenEmbedding: ...
+    def embedding(self) -> Scorer: ...
+    @property
+    def num_moe_layers(self) -> int: ...
     @property
     def training(self) -> bool: ...
     def train(self, mode: bool = True) -> object: ...
@@ -99,6 +109,11 @@ class Backbone(nn.Module):
     def device(self) -> torch.device:
         """Device that inputs must be on."""
         return self.embedding.weight.device
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with a router."""
+        return self.config.num_layers if self.config.moe else 0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""

@@ -42,10 +42,14 @@ def data_card(run: RecordedRun) -> dict[str, Any] | None:
     """Describes the data of the last start; None where the run kept none.
 
     `domains` have a name, training and held-out tokens, their weight as a share of all weights or
-    None, and the share that their bar covers.
+    None, and the share that their bar covers. `base` and `base_digest` are of the Hugging Face
+    model that training began with.
     """
-    data = next((start["data"] for start in reversed(run.starts) if start.get("data")), None)
-    return None if data is None else _data(data)
+    data, base = (
+        next((start[key] for start in reversed(run.starts) if start.get(key)), None)
+        for key in ("data", "base")
+    )
+    return None if data is None else {**_data(data), **_base(base or {})}
 
 
 def start_problem(values: Mapping[str, Any]) -> str:
@@ -55,6 +59,7 @@ def start_problem(values: Mapping[str, Any]) -> str:
         _start(values)
         _moment(values)
         _data(values.get("data") or {})
+        _base(values.get("base") or {})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         return f"is not as a start writes it: {type(error).__name__}: {error}"
     return ""
@@ -206,6 +211,13 @@ def _data(data: Mapping[str, Any]) -> dict[str, Any]:
         "has_weights": has_weights,
         "mixture": mixture_in_words(data.get("mixture")),
     }
+
+
+def _base(base: Mapping[str, Any]) -> dict[str, Any]:
+    if not base:
+        return {"base": None, "base_digest": None}
+    described = f"{base['family']}, {base['parameters']:,} parameters of {base['folder']}"
+    return {"base": described, "base_digest": base["digest"][:_DIGEST]}
 
 
 def _changes(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:

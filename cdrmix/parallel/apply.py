@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
-from cdrmix.models.backbone import Backbone
+from cdrmix.hf import names
+from cdrmix.hf.model import HuggingFaceModel
+from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.block import Block
 from cdrmix.parallel.pipeline import Pipeline, PipelineStage, StagedBackbone
 from cdrmix.parallel.sequence import spread_tokens
@@ -22,8 +26,14 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     """Builds this rank's part of the backbone on its device, with initial values of the run's seed.
 
     Each block is built whole but for its experts, initialised as in any other layout, and then cut,
-    so that no rank holds more than one whole block beside its own part.
+    so that no rank holds more than one whole block beside its own part. A Hugging Face model has no
+    values yet: they are read into its engine.
     """
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.hf import build
+
+        return build.build_model(config, plan)
 
     expert = topology.degrees.expert
     # expert groups are consecutive ranks of a stage
@@ -69,9 +79,19 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     return model
 
 
-def for_inference(module: nn.Module) -> Backbone | StagedBackbone:
+def for_inference(module: nn.Module) -> Backbone | StagedBackbone | HuggingFaceModel:
     """Returns an engine's module in the form that evaluation and decoding call."""
     if isinstance(module, Pipeline):
         return StagedBackbone(module.stage)
-    assert isinstance(module, Backbone), "build_model makes one or the other"
+    assert isinstance(module, Backbone | HuggingFaceModel), "build_model makes one of these"
     return module
+
+
+def logical_name_in(model: ModelConfig) -> Callable[[str], str]:
+    """Returns the function that gives a parameter of a model its name in checkpoints."""
+    return names.logical_name if model.kind == "hf" else logical_name
+
+
+def frozen_in(model: ModelConfig) -> Callable[[str], bool]:
+    """Returns whether a logical name is of a base that no checkpoint holds: all but adapters."""
+    return lambda name: model.lora is not None and not names.is_adapter(name)

@@ -213,6 +213,11 @@ class StagedBackbone:
         """True in training mode."""
         return self._stage.training
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with a router, of all stages."""
+        return self.config.num_layers if self.config.moe else 0
+
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
         """Computes `Backbone.forward`; the output is complete on the last stage.

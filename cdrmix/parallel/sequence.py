@@ -31,8 +31,7 @@ from cdrmix.models.block import Block
 from cdrmix.models.rwkv7 import TokenShift
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.activations import ELEMENT_BYTES
-from cdrmix.planning.layout import sequence_form
+from cdrmix.planning.layout import ELEMENT_BYTES, sequence_form
 
 
 def spread_tokens(block: Block, topology: Topology, config: Config) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.models.backbone import TokenEmbedding
+from cdrmix.hf.model import Head
+from cdrmix.models.backbone import Scorer, TokenEmbedding
 from cdrmix.models.rwkv7 import TimeMix
 from cdrmix.objectives.language_model import linear_cross_entropy
 from cdrmix.parallel.tensor import VocabularyEmbedding
@@ -79,16 +80,17 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def next_token_nats(
-    embedding: TokenEmbedding, hidden: Tensor, labels: Tensor, label_weights: Tensor | None = None
+    embedding: Scorer, hidden: Tensor, labels: Tensor, label_weights: Tensor | None = None
 ) -> Tensor:
     """Sums the nats of the next token over the valid positions; the same on every tensor rank.
 
     Args:
-        embedding: of this rank; tied with the head.
+        embedding: of this rank, tied with the head; or the head of a Hugging Face model.
         hidden: normalised output of the last block, [..., D].
         labels: next token of each position, [...], int64; -100 is ignored.
         label_weights: factor of each position, [...], float32; None: 1.
     """
-    if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding):
+    if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding | Head):
         return embedding.cross_entropy(hidden, labels, label_weights)
+    assert isinstance(embedding, TokenEmbedding), "a model has one or the other"
     return linear_cross_entropy(hidden, embedding.weight, labels, label_weights=label_weights)

@@ -15,11 +15,17 @@ from functools import cache, partial
 from typing import Literal
 
 from cdrmix.config.schema import Config
-from cdrmix.planning.layout import Degrees, Layout, SequenceForm, sequence_form, stage_layers
+from cdrmix.planning.layout import (
+    ELEMENT_BYTES,
+    Degrees,
+    Layout,
+    SequenceForm,
+    sequence_form,
+    stage_layers,
+)
 
 WKVForm = Literal["fla", "chunked", "cpp"]
 BlockKind = Literal["rwkv", "first_rwkv", "transformer"]  # the first RWKV block creates v_first
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Tokens between the states that the C++ recurrence stores: TILE in models/wkv7_cpu.cpp.
 CPP_TILE_TOKENS = 32
 

@@ -32,6 +32,8 @@ LARGEST_ACTIVE = 1e15
 SEARCHED = 0.35
 _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)([kmbt]?)$", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+# Keys of a model section that are for Hugging Face models alone.
+_OF_FOLDERS = ("kind", "path", "lora", "remote_code")
 # Columns of the table of sizes: title, key of `sizes_json`, unit; None: a plain value.
 _COLUMNS: tuple[tuple[str, str, float | None], ...] = (
     ("name", "name", None),
@@ -213,7 +215,8 @@ def autosizer(family: Family, argv: Sequence[str] | None = None) -> None:
             columns.append([justify(cell, width) for cell in (title, *cells)])
     print("\n".join("  ".join(cells) for cells in zip(*columns, strict=True)))
     if new:  # the section of a configuration file
-        print(f"\n{dump_yaml({'model': new.model.model_dump()})}", end="")
+        sizes = new.model.model_dump(exclude=set(_OF_FOLDERS))
+        print(f"\n{dump_yaml({'model': sizes})}", end="")
 
 
 def sizes_json(size: Size) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cdrmix.planning.cluster import Cluster
-from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
+from cdrmix.planning.counts import (
+    count,
+    forward_flops_by_layer,
+    head_flops,
+    parameters,
+    trained_params,
+)
 from cdrmix.planning.layout import (
     Degrees,
     Group,
@@ -89,9 +95,15 @@ class CostModel:
         self.training = config.training
         self.size = memory.element_bytes
         length = self.training.sequence_length
-        self.is_rwkv = [kind == "rwkv" for kind in self.model.layer_kinds()]
+        self.is_rwkv = [False] * self.model.num_layers
+        if self.model.kind == "rwkx":
+            self.is_rwkv = [kind == "rwkv" for kind in self.model.layer_kinds()]
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
+        self.trained_params = trained_params(self.model)
+        forward = sum(self.layer_flops) + head_flops(self.model)
+        # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
+        self.passes = self.counts.train_flops_per_token / forward
         self.peak = cluster.peak_flops[self.training.precision]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
         for p in parameters(self.model):
@@ -112,8 +124,7 @@ class CostModel:
             for stage, layers in enumerate(stages):
                 forward[stage] += sum(self.is_rwkv[layer] for layer in layers) * state_flops
         forward[-1] += head_flops(self.model)
-        # in units of a forward pass: one forward, two backward, one recomputed
-        passes = 4 if layout.activation_checkpointing else 3
+        passes = self.passes + (1 if layout.activation_checkpointing else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
         launches *= self.activations.spans(layout)[0]
@@ -244,7 +255,7 @@ class CostModel:
             recompute = layout.activation_checkpointing
             each_micro_step, once = self.memory.gathered_by_zero3(recompute=recompute)
             payloads = {
-                "gradients_reduce_scatter": steps * self.size * self.counts.total_params,
+                "gradients_reduce_scatter": steps * self.size * self.trained_params,
                 "weights_all_gather": self.size * (steps * each_micro_step + once),
             }
             share = (1 - 1 / degrees.data) / self._bandwidth(degrees.data)

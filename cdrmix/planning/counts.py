@@ -6,38 +6,23 @@ over that list, so a change of the model is made in one place.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
-
-Part = Literal[
-    "embedding", "time_mix", "low_rank", "attention", "feed_forward", "router", "experts", "norms"
-]
-
-
-class Parameter(NamedTuple):
-    """One tensor of the backbone."""
-
-    name: str  # name in checkpoints; the experts of a layer are stacked in one tensor
-    shape: tuple[int, ...]  # logical, unsharded
-    part: Part  # part of the model
-    layer: int | None = None  # index of the block from the input; None outside the blocks
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
+from cdrmix.planning.adapters import trained_parameters
+from cdrmix.planning.folder_model import folder_model
+from cdrmix.planning.parameter import Parameter, Part
 
 
 class Counts(NamedTuple):
     """Sizes of a backbone."""
 
-    total_params: int  # all parameters, the tied embedding and head counted once
+    # all parameters, also adapters; a tied embedding and head are counted once
+    total_params: int
     # parameters used by one token: of the experts top_k per layer, and the whole embedding, which
     # the head multiplies with
     active_params: int
@@ -49,29 +34,47 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
 
     Of a reasoning variant this is the backbone of Stage A; `stage_b_params` counts the rest.
     """
-    parts = params_by_part(model)
-    idle_experts = 0
-    if model.moe is not None:
-        num_experts = model.moe.num_experts
-        top_k = model.moe.top_k
-        idle_experts = parts["experts"] * (num_experts - top_k) // num_experts
-    total = parts.total()
+    total = params_by_part(model).total()
     forward = sum(forward_flops_by_layer(model, sequence_length)) + head_flops(model)
-    # the backward pass has twice the FLOPs of the forward pass
-    return Counts(total, total - idle_experts, train_flops_per_token=3 * forward)
+    # the backward pass has twice the FLOPs of the forward pass, but for the gradients of frozen
+    # matrices, which are not formed
+    trained = 3 * forward - _frozen_flops(model)
+    active = sum(_used_elements(model, parameter) for parameter in parameters(model))
+    return Counts(total, active, train_flops_per_token=trained)
 
 
-@lru_cache(maxsize=16)  # a search asks for each of its layouts; they share the result
+def trained_params(model: ModelConfig) -> int:
+    """Parameters that training changes: all, or those of the adapters alone."""
+    return sum(parameter.num_elements for parameter in parameters(model) if parameter.is_trained)
+
+
 def params_by_part(model: ModelConfig) -> Counter[Part]:
-    """Parameters of each part of the backbone, the tied embedding and head counted once."""
+    """Parameters of each part of the model, a tied embedding and head counted once."""
+    return _by_part(model) if model.kind == "rwkx" else _sum_by_part(model)
+
+
+def _sum_by_part(model: ModelConfig) -> Counter[Part]:
     parts: Counter[Part] = Counter()
     for parameter in parameters(model):
         parts[parameter.part] += parameter.num_elements
     return parts
 
 
+# A search asks for each of its layouts, which share the result. Of a folder, whose files may
+# change, the parameters are cached where they are read.
+_by_part = lru_cache(maxsize=16)(_sum_by_part)
+
+
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of the backbone in the order of the built module; the head is tied."""
+    """Every parameter of a model in the order of the built module; of RWKX-V the head is tied.
+
+    Raises:
+        PlanError: if the folder of a Hugging Face model does not tell them.
+    """
+    return _backbone(model) if model.kind == "rwkx" else trained_parameters(model)
+
+
+def _backbone(model: ModelConfig) -> Iterator[Parameter]:
     width = model.hidden_size
     yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
     yield Parameter("embedding_norm.weight", (width,), "norms")
@@ -133,23 +136,54 @@ def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int
     """Forward FLOPs per token of each block; the backward pass takes twice as many.
 
     They are 2 per multiply-accumulate of the matrices, 8 D N for the recurrence of an RWKV block
-    with heads of N (independent of the kernel), 2 T D for the causal half of attention, where D is
-    the hidden size and T the sequence length.
+    with heads of N (independent of the kernel), 5 D N for that of a Mamba-2 mixer with D inner
+    features and states of N, 2 T D for the causal half of attention, where D is the width of all
+    heads and T the sequence length.
     """
-    width = model.hidden_size
-    mixing = {"transformer": 2 * sequence_length * width, "rwkv": 8 * width * model.head_dim}
-    flops = [mixing[kind] for kind in model.layer_kinds()]
+    flops = _mixing_flops(model, sequence_length)
     for parameter in parameters(model):
-        if parameter.layer is not None and len(parameter.shape) > 1:
-            used = parameter.num_elements
-            if parameter.part == "experts" and model.moe is not None:
-                used = used * model.moe.top_k // model.moe.num_experts
-            flops[parameter.layer] += 2 * used
+        if parameter.layer is not None:
+            flops[parameter.layer] += _used_flops(model, parameter)
     return flops
 
 
+def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
+    """Forward FLOPs per token of each block's mixer, without those of its matrices."""
+    width = model.hidden_size
+    if model.kind == "rwkx":
+        mixing = {"transformer": 2 * sequence_length * width, "rwkv": 8 * width * model.head_dim}
+        return [mixing[kind] for kind in model.layer_kinds()]
+    found = folder_model(model)
+    attention = 2 * sequence_length * found.query_width
+    recurrence = 5 * found.mamba.inner * found.mamba.state_size if found.mamba else 0
+    of_half = {"attention": attention, "mamba": recurrence, "mlp": 0, "moe": 0}
+    return [sum(of_half[half] for half in halves) for halves in found.layers]
+
+
+def _used_elements(model: ModelConfig, parameter: Parameter) -> int:
+    """Elements of a parameter that one token uses: of experts, and of their adapters, a share."""
+    elements = parameter.num_elements
+    of_experts = parameter.part == "experts" or ".experts." in parameter.name
+    if of_experts and model.moe is not None:
+        return elements * model.moe.top_k // model.moe.num_experts
+    return elements
+
+
+def _used_flops(model: ModelConfig, parameter: Parameter) -> int:
+    """Forward FLOPs per token of a parameter of a block: 2 for each element of a matrix in use."""
+    return 2 * _used_elements(model, parameter) if len(parameter.shape) > 1 else 0
+
+
+def _frozen_flops(model: ModelConfig) -> int:
+    """FLOPs per token of the gradients that frozen matrices do not need."""
+    if model.lora is None:
+        return 0
+    frozen = (each for each in parameters(model) if not each.is_trained and each.layer is not None)
+    return sum(_used_flops(model, each) for each in frozen) + head_flops(model)
+
+
 def head_flops(model: ModelConfig) -> int:
-    """Forward FLOPs per token of the head, which multiplies with the tied embedding."""
+    """Forward FLOPs per token of the head, whether it is tied to the embedding or not."""
     return 2 * model.hidden_size * model.vocab_size
 
 

@@ -130,6 +130,7 @@ class Layout:
 
 SequenceForm = Literal["whole", "heads", "state"]  # whole: nothing is exchanged
 FLOAT32_BYTES = 4
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # by precision
 
 
 def recurrence_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:

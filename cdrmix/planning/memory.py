@@ -28,6 +28,8 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.activations import SavedActivations, WKVForm
 from cdrmix.planning.cluster import GIB, Memory
 from cdrmix.planning.counts import parameters
+from cdrmix.planning.folder_activations import FolderActivations
+from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import (
     GROUPS,
     Degrees,
@@ -69,18 +71,26 @@ class MemoryModel:
         self.config = config
         self.model = config.model
         self.device = device
-        self.activations = SavedActivations(config, device, wkv)
+        self.activations: SavedActivations | FolderActivations
+        if config.model.kind == "hf":
+            self.activations = FolderActivations(config, device)
+        else:
+            self.activations = SavedActivations(config, device, wkv)
         self.stages = self.activations.stages
         self.element_bytes = self.activations.element_bytes
         self._is_bf16 = config.training.precision == "bf16"
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
+        self._frozen: list[int] = []  # elements of each parameter beside the adapters
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
         for parameter in parameters(config.model):
+            if not parameter.is_trained:
+                self._frozen.append(parameter.num_elements)
+                continue
             # as `engines/optim.py` groups them
             group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
-            if parameter.part == "experts":
+            if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"
             is_replicated = any(part in parameter.name for part in _REPLICATED)
             is_split = not is_replicated or "group_norm" in parameter.name
@@ -137,6 +147,8 @@ class MemoryModel:
         return {group: number for group, number in held.items() if number}
 
     def _sum_of_parts(self, pipeline: int, stage: int) -> Counter[tuple[Group, bool]]:
+        if self.model.kind == "hf":  # whole on every rank
+            return sum(self._parts.values(), Counter())
         keys: list[int | str] = list(self.stages(pipeline)[stage])
         if stage in (0, pipeline - 1):
             keys.append("embedding.weight")
@@ -159,6 +171,10 @@ class MemoryModel:
         """Elements of the largest parameter on a rank."""
         return max(elements for group in GROUPS for elements in self._sizes(degrees, group))
 
+    def _all_sizes(self) -> list[int]:
+        """Elements of each parameter of the model, trained or frozen."""
+        return [*(elements for _, elements, _ in self._parameters), *self._frozen]
+
     def _states(self, layout: Layout, stage: int) -> Memory:
         """Bytes of weights, gradients and optimizer."""
         if layout.zero_stage == 3:
@@ -173,7 +189,7 @@ class MemoryModel:
         shared = sum(parts.values())
         # float32 master, mean and square of each element
         optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
-        weights = size * sum(padded.values())
+        weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())
             if self._is_bf16:
@@ -202,7 +218,9 @@ class MemoryModel:
         """
         data = layout.degrees.data
         size = self.element_bytes
-        shared = whole = 0
+        frozen = sum(-(-elements // data) for elements in self._frozen)
+        whole = sum(elements for elements in self._frozen if elements <= PERSISTENT_ELEMENTS)
+        shared = 0
         sub_groups = 0  # stepped one by one, each with a step count; closed as soon as large enough
         for group in GROUPS:
             filled = 0
@@ -216,7 +234,7 @@ class MemoryModel:
                     filled = 0
             sub_groups += filled > 0
         # the partition of a single rank is whole already
-        weights = size * (shared + (whole if data > 1 else 0))
+        weights = size * (shared + frozen + (whole if data > 1 else 0))
         gradients = (4 if self._is_bf16 else size) * shared
         # float32 master, mean and square of each element
         optimizer = 12 * shared + 4 * sub_groups
@@ -226,7 +244,7 @@ class MemoryModel:
             host = gradients + 4 * shared + optimizer
             gradients = optimizer = 0
         if layout.offloads_parameters:
-            host += size * shared
+            host += size * (shared + frozen)
             # a single CPU rank offloads to the memory that it is in: nothing is copied
             weights = size * whole if data > 1 or self.device == "cuda" else 0
         return Memory(weights, gradients, optimizer, host=host)
@@ -240,9 +258,11 @@ class MemoryModel:
         as the head and last; the two uses as the head follow each other. Small parameters stay
         whole, and are gathered once a step.
         """
-        sizes = [elements for _, elements, _ in self._parameters]
+        sizes = self._all_sizes()
         persistent = sum(n for n in sizes if n <= PERSISTENT_ELEMENTS)
-        embedding = self.model.vocab_size * self.model.hidden_size
+        # an embedding beside a head of its own is read as another layer is
+        is_tied = self.model.kind == "rwkx" or folder_model(self.model).is_tied
+        embedding = self.model.vocab_size * self.model.hidden_size if is_tied else 0
         if embedding <= PERSISTENT_ELEMENTS:
             embedding = 0
         blocks = sum(sizes) - persistent - embedding
@@ -292,13 +312,16 @@ class MemoryModel:
             # a chunk of logits and its exponential in float32, and the head's gradient of a chunk
             vocab = self.model.vocab_size // degrees.tensor
             chunk = 8 * min(LOGIT_POSITIONS, tokens) * vocab
-            buffers["logits"] = chunk + self.head_gradient(degrees)
+            buffers["logits"] = chunk
+            if self.model.lora is None:
+                buffers["logits"] += self.head_gradient(degrees)
         mask = self.activations.segment_mask(layout)
         if mask:  # booleans first, compared and cut to the lower triangle, a byte each
             buffers["segment_mask"] = 2 * mask // size
         moe = self.model.moe
         if degrees.expert > 1:
             assert moe is not None, "rules refuse expert parallelism of a dense model"
+            assert isinstance(self.activations, SavedActivations), "and of Hugging Face models"
             # rows sent and received, and a layer's surplus if a rank's experts are in demand
             rows = moe.top_k * self.activations.spans(layout)[1] / degrees.tensor
             surplus = (moe.capacity_factor - 1) * self.activations.routed_row()
@@ -313,8 +336,9 @@ class MemoryModel:
             buffers["sequence_exchange"] = 2 * max(largest, recurrence) // degrees.tensor
         if layout.zero_stage == 3:
             # the last layers of the forward pass stay gathered: the backward pass reads them soon
-            most = REUSE_DISTANCE // 2 + PREFETCH_ELEMENTS + self._largest(degrees)
-            total = sum(n for _, n, _ in self._parameters if n > PERSISTENT_ELEMENTS)
+            sizes = self._all_sizes()
+            most = REUSE_DISTANCE // 2 + PREFETCH_ELEMENTS + max(sizes)
+            total = sum(elements for elements in sizes if elements > PERSISTENT_ELEMENTS)
             buffers["gathered_weights"] = size * min(total, most)
         elif layout.offloads_optimizer:  # one gradient in transfer to the host
             buffers["offloaded_gradient"] = size * self._largest(degrees)
@@ -352,6 +376,8 @@ class MemoryModel:
 
     def _workspace(self, layout: Layout, stage: int) -> int:
         """Bytes of temporary gradients: of one block's activations and its largest parameters."""
+        if isinstance(self.activations, FolderActivations):
+            return self.activations.workspace(layout) + self._largest_block()
         degrees = layout.degrees
         size = self.element_bytes
         tokens = self.activations.tokens(layout)
@@ -376,6 +402,11 @@ class MemoryModel:
         layer = self._parts[self.stages(degrees.pipeline)[stage][0]]
         experts = -(-layer["experts", True] // degrees.expert)
         return self.element_bytes * (experts or 2 * model.hidden_size * model.ffn_hidden_size)
+
+    def _largest_block(self) -> int:
+        """Bytes of the gradients of the block with most trained parameters."""
+        blocks = (sum(of.values()) for key, of in self._parts.items() if isinstance(key, int))
+        return self.element_bytes * max(blocks, default=0)
 
     def head_gradient(self, degrees: Degrees) -> int:
         """Bytes of the head's gradient of one chunk of logits; a frozen head has none."""

@@ -12,10 +12,10 @@ from dataclasses import replace
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning import rules, zero
-from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import (
+    ELEMENT_BYTES,
     Combination,
     Degrees,
     recurrence_bytes,

@@ -144,6 +144,8 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
     target, number, why = divided
 
     def applies(combination: Combination) -> bool:
+        if combination.model.kind == "hf":  # refused by a rule of its own
+            return False
         return number(combination) % getattr(combination.degrees, degree) != 0
 
     def message(combination: Combination) -> str:
@@ -230,6 +232,37 @@ def _is_unfused(combination: Combination) -> bool:
     return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
 
 
+# Why a Hugging Face model is split over no axis but data, by axis.
+_HF_REASONS = {
+    "tensor": "transformers' own tensor parallelism cannot be combined with DeepSpeed, for which "
+    "it converts no weights",
+    "pipeline": "its layers are transformers' and are not cut into stages",
+    "sequence": "its attention reads all tokens of a sample on one rank",
+    "expert": "its experts are ordinary parameters, and each rank computes all of them",
+}
+_TRANSFORMERS_SOURCE = "transformers 5.23 integrations/deepspeed.py"
+
+
+def _whole_models() -> tuple[Rule, ...]:
+    """Rules that keep a Hugging Face model on data ranks, one for each other axis."""
+
+    def of_axis(axis: str, why: str) -> Rule:
+        def applies(combination: Combination) -> bool:
+            return combination.model.kind == "hf" and getattr(combination.degrees, axis) > 1
+
+        def message(combination: Combination) -> str:
+            return (
+                f"parallel.{axis} = {getattr(combination.degrees, axis)} with model.kind = hf: "
+                f"Hugging Face models run on data ranks, as {why}. Try parallel.{axis} = 1; "
+                "ZeRO-2 and ZeRO-3 share out what does not fit"
+            )
+
+        source = _TRANSFORMERS_SOURCE if axis == "tensor" else _OF_RANKS
+        return Rule(f"hf-with-{axis}", applies, message, source)
+
+    return tuple(of_axis(axis, why) for axis, why in _HF_REASONS.items())
+
+
 # Settings by which DeepSpeed splits what crosses a stage boundary over tensor ranks.
 _SPLIT_BORDERS = ("pipe_partitioned", "grad_partitioned")
 # Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
@@ -259,14 +292,14 @@ RULES: tuple[Rule, ...] = (
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
     Rule(
         "experts-of-a-dense-model",
-        lambda x: x.model.moe is None and x.degrees.expert > 1,
+        lambda x: x.model.kind != "hf" and x.model.moe is None and x.degrees.expert > 1,
         "parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). Try "
         "parallel.expert = 1",
         _OF_RANKS,
     ),
     Rule(
         "stage-without-blocks",
-        lambda x: x.degrees.pipeline > x.model.num_layers,
+        lambda x: x.model.kind != "hf" and x.degrees.pipeline > x.model.num_layers,
         "parallel.pipeline = {x.degrees.pipeline} is more than model.num_layers = "
         "{x.model.num_layers}, and a stage needs a block. Try at most that",
         "a stage without MoE layers hangs: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py",
@@ -280,6 +313,14 @@ RULES: tuple[Rule, ...] = (
         ),
         _batch_message,
         "the global batch is the same on every cluster",
+    ),
+    Rule(
+        "hf-in-spans",
+        lambda x: x.model.kind == "hf" and x.training.sequence_checkpoint_tokens is not None,
+        "training.sequence_checkpoint_tokens = {x.training.sequence_checkpoint_tokens} with "
+        "model.kind = hf: blocks of transformers are recomputed whole, as their attention and "
+        "recurrences take no state of an earlier span. Try leaving it out",
+        "transformers 5.23 modeling_layers.py: GradientCheckpointingLayer",
     ),
     Rule(
         "large-without-recomputation",
@@ -297,9 +338,10 @@ RULES: tuple[Rule, ...] = (
         ),
         "rules of the model's size: planning/zero.py",
     ),
+    *_whole_models(),
     Rule(
         "moe-with-stage-3",
-        lambda x: x.zero_stage == 3 and x.model.moe is not None,
+        lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,
         "zero_optimization.stage = 3 cannot run with model.moe (DeepSpeed's MoE layer allows "
         "stages up to 2). Try profile 'zero2', or model.moe = null",
         "DeepSpeed 0.19.8 runtime/engine.py",
@@ -360,7 +402,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "experts-need-reduce-scatter",
-        lambda x: [n for n in _NEEDED_BY_EXPERTS if x.model.moe and not x.zero.get(n, True)],
+        lambda x: (
+            [n for n in _NEEDED_BY_EXPERTS if not x.zero.get(n, True)]
+            if x.model.has_deepspeed_experts
+            else []
+        ),
         "zero_optimization.{found[0]} = false cannot run with model.moe: DeepSpeed reduces the "
         "gradients of experts in their own groups on that path only. Try true, or profile 'expert'",
         "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings",

@@ -91,7 +91,7 @@ def combinations(
     read = cache(lambda name: read_profile(profile_path(name)))  # files may change between searches
     for degrees in _degrees(config, world_size, gpus_per_node):
         names = ["zero1", zero.profile_name(2, degrees), "zero2_offload"]
-        if config.model.moe is None:
+        if not config.model.has_deepspeed_experts:
             names += ["zero3", "zero3_offload"]
         if degrees.pipeline > 1:
             names = ["pipeline"]
@@ -162,6 +162,12 @@ def _degrees(config: Config, world: int, gpus_per_node: int) -> Iterator[Degrees
     parallel = config.parallel
     model = config.model
     is_set = parallel.model_fields_set
+    if model.kind == "hf":  # data ranks alone; the rules refuse whatever else is given
+        inner = parallel.tensor * parallel.pipeline
+        if world % inner == 0 and parallel.data in (None, world // inner):
+            given = (parallel.tensor, parallel.pipeline, parallel.sequence, parallel.expert or 1)
+            yield Degrees(world // inner, *given)
+        return
     heads = math.gcd(model.num_heads, model.num_kv_heads)
     within = math.gcd(heads, model.vocab_size, gpus_per_node)
     tensors = [parallel.tensor] if "tensor" in is_set else _divisors(within, LARGEST_TENSOR)

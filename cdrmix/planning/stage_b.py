@@ -23,6 +23,7 @@ from dataclasses import replace
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
+from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import GIB, Cluster, Memory
 from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -154,7 +155,10 @@ class _Model:
         self._memory = MemoryModel(lessons, cluster.device)
         self._whole = self._memory.on_stage(_layout(1), 0)
         # Activations of a window outside the blocks
-        in_blocks = self._memory.activations.of_blocks(_layout(1), 0)
+        saved = self._memory.activations
+        assert isinstance(saved, SavedActivations), "Hugging Face models have no Stage B"
+        self._saved = saved
+        in_blocks = saved.of_blocks(_layout(1), 0)
         self._outside = self._whole.activations - in_blocks
         if self._is_frozen:  # the head's gradient, which the loss forms, is absent too
             self._outside -= 4 * config.model.vocab_size * config.model.hidden_size
@@ -187,7 +191,7 @@ class _Model:
             # backward pass
             gradients = size * trained + (4 * trained if size == 2 else 0)
         # of a window: the blocks of the stage, their input, and all outside the blocks
-        in_blocks = self._memory.activations.of_blocks(layout, stage)
+        in_blocks = self._saved.of_blocks(layout, stage)
         of_window = int(self._outside + in_blocks) + entering * self._window * size
         saved = of_window * self._tokens // self._window
         buffers = {

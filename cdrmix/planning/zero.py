@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import GIB
-from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.counts import params_by_part, trained_params
 from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.text_page import size_text
 
@@ -41,6 +41,8 @@ def zero_stage(model: ModelConfig, degrees: Degrees) -> tuple[int, str]:
     if degrees.data == 1:
         return 1, "one data rank: ZeRO-2 would have no other rank to spread gradients over"
     total = params_by_part(model).total()
+    if model.lora is not None:
+        total = trained_params(model)  # frozen ones have no gradients
     if total < LARGE_PARAMS:
         return 1, f"{total / 1e6:.3g}M parameters: gradients are small, one exchange a step"
     return 2, f"{total / 1e9:.3g}B parameters: gradients are spread over the data ranks"
@@ -61,7 +63,7 @@ def sequence_checkpoint_tokens(
     if "sequence_checkpoint_tokens" in training.model_fields_set:
         return training.sequence_checkpoint_tokens, "training.sequence_checkpoint_tokens as given"
     total = params_by_part(config.model).total()
-    if not recompute or total < STAGED_PARAMS:
+    if config.model.kind == "hf" or not recompute or total < STAGED_PARAMS:
         return None, "not needed"
     part = training.sequence_length // degrees.sequence
     span = min(SPAN_TOKENS, -(-part // 2))
@@ -76,8 +78,11 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
     model = config.model
     if config.parallel.expert is not None:
         return config.parallel.expert, "parallel.expert as given"
-    if model.moe is None:
+    if not model.has_deepspeed_experts:
+        if model.kind == "hf":
+            return 1, "every rank has all experts of a Hugging Face model, if it has any"
         return 1, "a dense model has no experts"
+    assert model.moe is not None, "such a model has experts"
     expert_bytes = params_by_part(model)["experts"] // degrees.model_ranks * EXPERT_BYTES_PER_PARAM
     size = f"all experts take {size_text(expert_bytes)} of weights and gradients"
     if expert_bytes <= WHOLE_EXPERT_BYTES:
@@ -94,7 +99,7 @@ def unusual(combination: Combination) -> Iterator[str]:
     """Yields what is not as usual for the size, where the configuration leaves it open."""
     config = combination.config
     degrees = combination.degrees
-    is_moe = config.model.moe is not None
+    is_moe = config.model.has_deepspeed_experts
     stage, by_size = zero_stage(config.model, degrees)
     # ZeRO-3 is taken before tensor parallelism where ZeRO-2 does not fit
     is_zero3 = combination.zero_stage == 3 and not is_moe and degrees.data > 1
@@ -108,6 +113,8 @@ def unusual(combination: Combination) -> Iterator[str]:
         "pipeline": STAGED_PARAMS,
         "sequence": SEQUENCED_PARAMS,
     }
+    if config.model.kind == "hf":  # which has data ranks alone at any size
+        from_params = {}
     if is_moe and total >= SEQUENCED_PARAMS:
         from_params["expert"] = SEQUENCED_PARAMS
     for axis, least in from_params.items():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cdrmix.config.reasoning import Phase, StageBTraining
-from cdrmix.data.tokenizer import ANSWER, Tokenizer
+from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
 from cdrmix.planning.stage_b import (
     DRILLS_PER_TASK,
@@ -94,8 +94,8 @@ class Lessons:
         every = range(tokenizer.vocab_size)
         ends = [tokenizer.decode([id]).endswith(_SENTENCE_ENDS) for id in every]
         return Marks(
-            memory=tokenizer.special_id("<|memory|>"),
-            answer=tokenizer.special_id(ANSWER),
+            memory=tokenizer.role_id("memory"),
+            answer=tokenizer.role_id("answer"),
             stop=tokenizer.eos_id,
             pad=tokenizer.pad_id,
             ends=torch.tensor(ends),

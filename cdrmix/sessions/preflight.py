@@ -21,6 +21,7 @@ from cdrmix.checkpoint.candidates import (
     nothing_to_resume,
 )
 from cdrmix.checkpoint.files import damage, read_json
+from cdrmix.config.base_checks import check_base
 from cdrmix.config.cpt import SELF, CptConfig
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.redaction import redacted_text
@@ -28,8 +29,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.replay import check_tokenizers, open_old
 from cdrmix.data.sample import sample_folder
-from cdrmix.data.shards import Manifest, check_vocab, file_problem, read_manifest
+from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
@@ -67,9 +69,11 @@ def check_start(
         resume: --resume: never, auto, or a run directory or checkpoint.
     Raises:
         PlanError: if layout and profile are impossible on these ranks.
-        DataError: if the data set is missing, or does not fit model, mixture or sequence length.
+        DataError: if the data set is missing, or does not fit model, mixture or sequence length;
+            if the weights of a Hugging Face model are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A.
+        ConfigError: if Stage B is given no Stage A, or the folder of a Hugging Face model cannot be
+            used.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
@@ -78,6 +82,8 @@ def check_start(
     found += _data_problems(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
+    with _noted(found):
+        _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
         _check_backbone(config, run_dir=run_dir, resume=resume)
     # Stage B alone may be told to take its backbone from the same place.
@@ -116,6 +122,15 @@ def _data_problems(config: Config) -> list[TrainingError]:
             )
         ]
     folder = Path(path)
+    base = Path(config.model.path) if config.model.path is not None else None
+    if path == SAMPLE and base is not None:
+        return [
+            DataError(
+                "data.path = sample: is built with a tokenizer of its own, and not with that of "
+                f"{base}. Build a data set with tokenizer.path: {base} in its recipe (cdrmix data "
+                "build)"
+            )
+        ]
     if path == SAMPLE:
         folder = sample_folder(config.model.vocab_size)
         if not folder.exists():  # the first run builds it
@@ -125,9 +140,10 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
-        tokenizer = folder / manifest.tokenizer.file
-        problem = file_problem(tokenizer, None, manifest.tokenizer.sha256, mode="digest")
-        if problem:
+        if base is not None and base.is_dir():
+            with _noted(found):
+                check_tokenizer(manifest, base)
+        for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):
             with _noted(found):
@@ -159,6 +175,17 @@ def _old_data_problems(config: Config, cpt: CptConfig) -> list[TrainingError]:
                 if str(each) in cpt.old_data:
                     TokenDataset(each, "validation", length)
     return found
+
+
+def _check_base(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses the folder of a Hugging Face model that a start reads, by headers and sizes.
+
+    A checkpoint holds all weights of a model that is trained whole: its base may be gone.
+    """
+    place = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    goes_on = place is not None and bool(candidates(place))
+    if config.model.kind == "hf" and not (goes_on and config.model.lora is None):
+        check_base(config.model)
 
 
 def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:

@@ -16,6 +16,7 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
@@ -176,6 +177,9 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
     old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
+    if config.model.kind == "hf":
+        base = Path(str(config.model.path))
+        runtime.together(lambda: check_tokenizer(corpus.manifest, base))
     topology = make_topology(plan.degrees)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None
@@ -185,6 +189,11 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.engines import base_model
+
+        base_model.begin(start, engine, checkpoint)
     if source is not None:
         start.start_from = take_weights(engine, source)
     start.start_up.done("engine")

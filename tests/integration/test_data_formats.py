@@ -61,7 +61,7 @@ def test_a_recipe_rearranges_training_documents_for_infilling(tmp_path: Path) ->
     fim = {"domains": ["code"], "rate": 1, "spm_rate": 0.5}
     out = tmp_path / "out"
     build_dataset(write_recipe(tmp_path, sources, fim=fim), out, workers=1)
-    prefix = load_tokenizer(out).special_id("<|fim_prefix|>")
+    prefix = load_tokenizer(out).role_id("fim_prefix")
     begins = {
         (split, domain): {ids[0] == prefix for ids in documents(out, split, domain)}
         for split in ("train", "validation")

@@ -96,7 +96,9 @@ def test_every_pin_is_one_plain_version() -> None:
     for pin in pinned().values():
         (specifier,) = pin.specifier
         assert specifier.operator == "=="
-        assert re.fullmatch(r"[0-9.]+(\.post[0-9]+)?", specifier.version), pin  # a local build tag names a host
+        assert re.fullmatch(r"[0-9.]+(\.post[0-9]+)?", specifier.version), (
+            pin
+        )  # a local build tag names a host
         assert not pin.url
         assert not pin.marker
 

@@ -35,9 +35,9 @@ def test_parts_are_joined_by_special_tokens_and_come_back(tokenizer: Tokenizer) 
     prompt, thought, answer = map(tokenizer.encode, PARTS)
     assert ids == [
         *prompt,
-        tokenizer.special_id("<|thought|>"),
+        tokenizer.role_id("thought"),
         *thought,
-        tokenizer.special_id("<|answer|>"),
+        tokenizer.role_id("answer"),
         *answer,
     ]
     names = [ROLES[role] for role in roles]

@@ -9,6 +9,7 @@ import pytest
 
 from cdrmix.data.document import Document, FimConfig, rearranged, restored
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer_base import FIM_ROLES
 
 NUM_DOCUMENTS = 1000
 ALPHABET = "abcdef  \n\t(){}=.äß日本語😀"
@@ -56,7 +57,7 @@ def test_prefix_or_suffix_comes_first_and_the_middle_last(tokenizer: Tokenizer) 
 
 def test_rates_are_those_asked_for(tokenizer: Tokenizer) -> None:
     config = FimConfig(rate=0.3, spm_rate=0.6)
-    pre, suf = (tokenizer.special_id(f"<|fim_{name}|>") for name in ("prefix", "suffix"))
+    pre, suf = (tokenizer.role_id(role) for role in FIM_ROLES[:2])
     found = [rearranged(document("abc", n), config, tokenizer) for n in range(NUM_DOCUMENTS)]
     changed = [ids for ids in found if ids is not None]
     assert all(ids[0] == pre for ids in changed)
@@ -71,7 +72,7 @@ def within_3_sigma(count: int, of: int, share: float) -> None:
 
 
 def test_cuts_are_spread_over_all_characters(tokenizer: Tokenizer) -> None:
-    suf = tokenizer.special_id("<|fim_suffix|>")
+    suf = tokenizer.role_id("fim_suffix")
     config = FimConfig(rate=1, spm_rate=0)
     lengths = []
     for number in range(NUM_DOCUMENTS):

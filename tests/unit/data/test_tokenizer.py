@@ -178,7 +178,7 @@ def test_a_broken_tokenizer_file_says_what_to_do(
     trained: tokenizers.Tokenizer, tmp_path: Path, damage: Callable[[str], str]
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(damage(trained.to_str()))
-    with pytest.raises(DataError, match=r"tokenizer\.json: not a byte-level BPE.*build"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a .*Copy it again"):
         load_tokenizer(tmp_path)
 
 

@@ -361,7 +361,7 @@ def test_the_tokenizer_begins_a_text_as_training_does(hybrid: Both) -> None:
         "<|eos|>",
         "<|pad|>",
     )
-    assert theirs.convert_tokens_to_ids("<|thought|>") == ours.special_id("<|thought|>")
+    assert theirs.convert_tokens_to_ids("<|thought|>") == ours.role_id("thought")
     assert {"<|fim_prefix|>", "<|memory|>"} <= set(theirs.all_special_tokens)
     batch = theirs(["def", "def f(x): return"], padding=True)
     assert batch["attention_mask"][0][0] == 0, "padded on the left"

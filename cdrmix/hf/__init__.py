@@ -1,0 +1,1 @@
+"""Causal models of Hugging Face transformers behind the interface of the training loop."""

@@ -1,0 +1,35 @@
+"""One tensor of a model, as planning lists them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+Part = Literal[
+    "embedding",
+    "head",
+    "time_mix",
+    "low_rank",
+    "attention",
+    "mamba",
+    "feed_forward",
+    "router",
+    "experts",
+    "norms",
+    "adapters",
+]
+
+
+class Parameter(NamedTuple):
+    """One tensor of a model."""
+
+    name: str  # name in checkpoints; the experts of a layer are stacked in one tensor
+    shape: tuple[int, ...]  # logical, unsharded
+    part: Part  # part of the model
+    layer: int | None = None  # index of the block from the input; None outside the blocks
+    is_trained: bool = True  # False: frozen, without gradient and optimizer states
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
