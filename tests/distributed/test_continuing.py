@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from cdrmix.data.shards import new_manifest, read_manifest, write_manifest, write_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.monitoring.sinks import read_metrics
+from tests.distributed.test_hugging_face import MODULES, quiet
 from tests.equal_runs import result_of
 from tests.harness import run_ranks
+from tests.hf_models import make_folder
 from tests.small_run import STEPS, arguments, before_step, overrides, refused, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -210,3 +213,49 @@ def test_the_model_writes_its_own_replay_once_and_alike_on_any_number_of_ranks(
     shutil.rmtree(run_dir / "replay")
     text = refused([*resumed(run_dir)], capfd)
     assert "Bring it back" in text
+
+
+def quietly(argv: list[str], stopped_before: int = 0) -> int:
+    """One rank of a run of a Hugging Face model, told to stop before a step."""
+    quiet()
+    return stop_before(argv, stopped_before) if stopped_before else start(argv)
+
+
+@pytest.mark.parametrize("lora", ["null", "{rank: 4}"])
+def test_a_hugging_face_model_is_continued_under_zero_3(
+    lora: str, new: Path, small_corpus: Path, tmp_path: Path
+) -> None:
+    quiet()
+    folder = make_folder(tmp_path / "base", "llama", vocab_size=4096, tokenizer=small_corpus)
+    values = {
+        "name": "continued",
+        "model": {"kind": "hf", "path": str(folder)},
+        "training": {
+            "max_steps": 4,
+            "global_batch_size": 4,
+            "sequence_length": LENGTH,
+            "precision": "fp32",
+            "learning_rate": 1e-2,
+            "min_learning_rate": 1e-3,
+            "warmup_steps": 1,
+        },
+        "data": {"path": str(new)},
+        "cpt": {
+            "replay": {"source": "self", "fraction": 0.5, "self_tokens": 300},
+            "forgetting": {"data": [str(small_corpus)], "every_steps": 2, "tokens": 640},
+        },
+        "evaluation": {"every_steps": None, "final_tokens": 640, "sample_tokens": 1},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    run_dir = tmp_path / "run"
+    argv = ["--config", str(tmp_path / "run.yaml"), "--run-dir", str(run_dir)]
+    argv += ["--profile", "zero3", "--set", f"model.lora={lora}"]
+    assert run_ranks(quietly, 2, argv, 2, preloaded=MODULES) == [75, 75]
+    assert read_manifest(run_dir / "replay").splits["train"].tokens >= 300
+    again = [*resumed(run_dir), "--profile", "zero2"]
+    assert run_ranks(quietly, 1, again, preloaded=MODULES) == [0]
+    found = measures(run_dir)
+    assert [*found] == [0, 2, 4]
+    assert found[4]["cpt/gain_nats"] > 1e-3  # a few adapters learn less in four steps
+    line = read_metrics(run_dir / "metrics.jsonl")[-1]
+    assert line["data/domain/replay%2Fself/samples"] == 8
