@@ -34,7 +34,7 @@ PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench faults coverage clean FORCE
+.PHONY: help setup train cpt test lint format bench faults coverage clean FORCE
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1 \t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,9 @@ train: setup  ## train cdrmix-core-tiny on the sample corpus; NPROC, CONFIG and 
 	@echo "make train: $(CONFIG) on $(NPROC) ranks; the deepspeed launcher starts them" >&2
 	@$(ACCELERATOR) $(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
 		--log_level error launch/train.py --config $(CONFIG) $(ARGS)
+
+cpt: setup  ## train a tiny model on with and without replay; prints what it forgets and learns
+	@$(ACCELERATOR) $(BIN)/python -m tools.continue_tiny $(ARGS)
 
 test: setup  ## run all tests; ARGS=--fast for minutes of them, ARGS='tests/unit -k name' for some
 	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)

@@ -25,8 +25,6 @@ from cdrmix.errors import DataError, StateError
 if TYPE_CHECKING:
     from cdrmix.hf.weights import NameMap
 
-# Folder in a run directory.
-BASE_FOLDER = "base"
 # What a model needs beside its weights; licences go where the model goes.
 _SMALL_FILES = (
     CONFIG_FILE,

@@ -96,7 +96,8 @@ class Batch:
             return self.config
         # the checks leave what is at a URL to the ranks
         of_nodes = data.model_copy(update={"path": "file:///of-the-nodes"})
-        return self.config.model_copy(update={"data": of_nodes})
+        # what is old is where the new is
+        return self.config.model_copy(update={"data": of_nodes, "cpt": None})
 
     @property
     def asks(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
+from cdrmix.config.cpt import SELF
 from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
 from cdrmix.config.problems import (
     Keys,
@@ -225,6 +226,20 @@ def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(path, str) and path != SAMPLE and "://" not in path:
             # not resolved: a link may be what leads to the same folder on other hosts
             made[section] = {**values[section], key: os.path.abspath(path)}
+    if isinstance(cpt := values.get("cpt"), dict):
+        made["cpt"] = _with_absolute_old_data(cpt)
+    return made
+
+
+def _with_absolute_old_data(cpt: dict[str, Any]) -> dict[str, Any]:
+    made = dict(cpt)
+    replay, forgetting = cpt.get("replay"), cpt.get("forgetting")
+    if isinstance(replay, dict) and isinstance(replay.get("source"), str):
+        source = replay["source"]
+        made["replay"] = {**replay, "source": SELF if source == SELF else os.path.abspath(source)}
+    if isinstance(forgetting, dict) and isinstance(forgetting.get("data"), list | tuple):
+        folders = [os.path.abspath(folder) for folder in forgetting["data"]]
+        made["forgetting"] = {**forgetting, "data": type(forgetting["data"])(folders)}
     return made
 
 

@@ -137,6 +137,17 @@ _RULES = {
     "launch.environment": Rule(
         "free", "may change; a changed value is not logged, because it may be secret"
     ),
+    # What was measured before the first step stands in the checkpoint, and the text that the model
+    # wrote then in the run directory: the ranks compare both, and the order of the samples.
+    "cpt": _REFUSED,
+    "cpt.replay": Rule("alters", "refused in Stage A where it changes the order of the samples"),
+    "cpt.replay.source": Rule("free", "the data set may move; another one is refused in Stage A"),
+    "cpt.replay.self_tokens": _REFUSED,
+    "cpt.replay.self_document_tokens": _REFUSED,
+    "cpt.forgetting": _REFUSED,
+    "cpt.forgetting.data": Rule("free", "the data sets may move; others are refused in Stage A"),
+    "cpt.forgetting.every_steps": _FREE,
+    "cpt.forgetting.stop_above": _FREE,
     "stage_b": Rule(
         "alters",
         "may change, but null is refused for a checkpoint of Stage B",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cdrmix.config.cpt import CptConfig
 from cdrmix.config.model import ModelConfig, Section
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
@@ -381,6 +382,8 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
+    cpt: CptConfig | None = None
+    """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None
     """Reasoning enablement; present in reasoning variants only."""
 
@@ -391,6 +394,15 @@ class Config(Section):
         if len(name) > 200 or re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", name):
             raise ValueError(f"{name[:80]!r} is no name: give one line of at most 200 letters")
         return name
+
+    @model_validator(mode="after")
+    def _cpt_has_a_start(self) -> Config:
+        if self.cpt is None or self.model.kind == "hf" or self.training.start_from is not None:
+            return self
+        raise ValueError(
+            "cpt is for a model that was trained before: give training.start_from, a run directory "
+            "or an export, or cpt=null"
+        )
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:

@@ -1,8 +1,9 @@
 """Token batches in an order that depends on nothing but the global sample number.
 
 Global sample n is sample n mod N of epoch n div N, permuted under the key (seed, epoch), or the
-sample at that place of a mixture. So the position is one number, the samples consumed, whatever the
-data-parallel size, and the batches are the same however ranks share them.
+sample at that place of a mixture, or of old data among new. So the position is one number, the
+samples consumed, whatever the data-parallel size, and the batches are the same however ranks share
+them.
 """
 
 # A accumulation steps, B micro batch (samples), W data ranks, G = A * B * W global batch, T time
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from cdrmix.config.schema import TokenWeights
 from cdrmix.data.document import ROLES
 from cdrmix.data.mixture import MixedDataset
+from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError
 
@@ -55,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenDataset | MixedDataset,
+        dataset: TokenDataset | MixedDataset | ReplayDataset,
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -123,6 +125,7 @@ class Loader:
             "order": order,
             "seed": self._seed,
             "mixture": self._dataset.mixture,
+            "replay": self._dataset.replay,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,8 +150,8 @@ class Loader:
             )
             raise StateError(
                 "The samples of this run come in another order than the checkpoint's:\n"
-                f"{''.join(lines)}Resume with data.order, data.mixture, training.seed and "
-                "training.sequence_length of the checkpoint, or begin a new run"
+                f"{''.join(lines)}Resume with data.order, data.mixture, cpt.replay, training.seed "
+                "and training.sequence_length of the checkpoint, or begin a new run"
             )
         self.close()  # the thread reads from the old position
         self.samples_consumed = state["samples_consumed"]

@@ -219,6 +219,7 @@ class SplitDataset:
 
     num_samples: int  # in the split; set by the subclass
     mixture: str | None = None  # digest and domains of the mixture, None without one
+    replay: str | None = None  # share and digest of old data among the samples, None without them
     domains: tuple[str, ...]  # with a token in the split, sorted
 
     def __init__(

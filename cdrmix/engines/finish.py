@@ -36,12 +36,13 @@ def finish(run: Run, stage: Pretraining) -> None:
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
         lines = read_metrics(path / METRICS)
-        speeds = [line["tokens_per_second"] for line in lines]
+        # Before the first step there is none.
+        speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
         summary: dict[str, Any] = {
             "name": run.config.name,
             "steps": run.step,
             "tokens_seen": stage.tokens_seen(run),
-            "loss": lines[-1]["loss"] if lines else None,
+            "loss": lines[-1].get("loss") if lines else None,
             "seconds": run.seconds,
             # A mean would count the slow first steps of each start.
             "tokens_per_second_median": statistics.median(speeds) if speeds else None,
@@ -50,6 +51,7 @@ def finish(run: Run, stage: Pretraining) -> None:
             "evaluation": evaluation.as_json(),
             "baselines": baselines,
             "samples": stage.samples,
+            **({} if stage.forgetting is None else {"cpt": stage.forgetting.summary(run)}),
             "checkpoints": run.checkpoints(),
         }
         write_json_atomic(path / "metrics.json", summary)
@@ -94,7 +96,7 @@ def _write_adapter(run: Run) -> None:
 def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
     """Unigram and bigram loss on the rows just evaluated, counted on the tokens trained on."""
     # A second epoch would count its rows twice and leave the smoothing no rare bigrams.
-    consumed = min(stage.loader.samples_consumed, stage.corpus.train.num_samples)
+    consumed = min(stage.loader.samples_consumed, stage.train.num_samples)
     validation = stage.corpus.validation
     held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
     num_parts = -(-len(held_out) // _ROWS_AT_ONCE)

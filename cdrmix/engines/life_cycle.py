@@ -16,6 +16,7 @@ from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
 from cdrmix.engines.start_record import record_start
 from cdrmix.log import get_logger
+from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.sinks import write_json_atomic
 
 logger = get_logger(__name__)
@@ -68,6 +69,11 @@ def run_stage(
             run.start_up.done("resume")
             runtime.first_rank_does(lambda: _open_records(run))
         with guard or nullcontext():
+            metrics = stage.begin(run)
+            if metrics:
+                line = record(step=run.step, **metrics)
+                runtime.together(partial(run.observer.write, run.step, line))
+                run.start_up.done("baseline")
             # Outside of the training loop nothing is unsaved: a signal may end the rank at once.
             with run.requests.deferred():
                 is_stopped = train(run)

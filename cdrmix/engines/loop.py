@@ -167,7 +167,8 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     )
     evaluates, logs, saves = (each is not None and run.step % each == 0 for each in intervals)
     evaluates = evaluates and not last  # the end has its own
-    logs = logs or evaluates or last
+    compares = stage.is_compared(run)
+    logs = logs or evaluates or compares or last
     saves = saves or last
     verdicts = [verdict]
     if logs or saves:
@@ -183,9 +184,13 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
         metrics |= evaluation
         if "eval/loss" in evaluation:
             run.evaluated = (run.step, evaluation["eval/loss"])
+    verdict = None
+    if compares:
+        compared, verdict = stage.compare(run)
+        metrics |= compared
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
-        react(run, _log(run, metrics), position)
+        react(run, [*_log(run, metrics), verdict], position)
     if saves:
         save_run(run, position)
 

@@ -148,8 +148,9 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
 
 # From mild to severe: of several verdicts on a step the last is carried out.
 _SEVERITY = ("warn", "skip", "rollback", "stop")
-# A slow disk or a full device says nothing against the weights: the last step is worth saving.
-_STATE_IS_GOOD = ("loader", "memory")
+# A slow disk or a full device says nothing against the weights, and the user may take what they
+# have forgotten: the last step is worth saving.
+_STATE_IS_GOOD = ("loader", "memory", "forgetting")
 _CALMER = "a lower training.learning_rate, more training.warmup_steps or training.precision = fp32"
 _ADVICE: dict[Watched, str] = {
     "non_finite": _CALMER,
@@ -157,6 +158,8 @@ _ADVICE: dict[Watched, str] = {
     "routing": "a larger model.moe.load_balance_weight, or a lower training.learning_rate",
     "loader": "data on a faster disk, or data.order = windowed; see health.loader",
     "memory": "a smaller training.micro_batch_size; see health.memory",
+    "forgetting": "a larger cpt.replay.fraction or a lower training.learning_rate in a new run, or "
+    "a larger cpt.forgetting.stop_above to go on",
 }
 
 
@@ -175,9 +178,10 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) ->
         return False
     news = [verdict for verdict in unhealthy if verdict.is_new or verdict.action != "warn"]
     for verdict in news if runtime.rank() == 0 else ():
+        section = "cpt" if verdict.watched == "forgetting" else "health"
         logger.warning(
-            "unhealthy: step %d: %s (health.%s: %s)",
-            *(run.step, verdict.why, verdict.watched, verdict.action),
+            "unhealthy: step %d: %s (%s.%s: %s)",
+            *(run.step, verdict.why, section, verdict.watched, verdict.action),
         )
     worst = unhealthy[-1]
     if news:  # repeated warnings are written once, at the end of the run

@@ -61,7 +61,8 @@ class Observer:
         StateError, as every method does, if the metrics file cannot be written.
         """
         metrics = MetricsFile(folder / METRICS)
-        metrics.truncate_after(step)
+        # A run that begins again measures the model before its first step again.
+        metrics.truncate_after(step or -1)
         progress = Progress(
             num_steps, initial=step, tokens_per_step=tokens_per_step, stream=sys.stderr
         )
@@ -158,6 +159,18 @@ class Stage(Protocol[Batch, Result]):
     def evaluate(self, run: Run) -> dict[str, float]:
         """Metrics of an evaluation between steps, if the stage has one."""
         return {}
+
+    def begin(self, run: Run) -> dict[str, float]:
+        """Metrics of the model before the first step, if the stage measures any; collective."""
+        return {}
+
+    def is_compared(self, run: Run) -> bool:
+        """Tells if `compare` is due behind the last step."""
+        return False
+
+    def compare(self, run: Run) -> tuple[dict[str, float], Verdict | None]:
+        """Metrics of the model against the one before the first step, and a verdict; collective."""
+        return {}, None
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""

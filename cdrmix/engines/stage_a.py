@@ -23,6 +23,11 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
+from cdrmix.data.mixture import MixedDataset
+from cdrmix.data.replay import ReplayDataset
+from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines.forgetting import Forgetting
+from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
@@ -210,17 +215,31 @@ _EVALUATED_SHARE = 0.07
 
 
 class Pretraining(Stage[Batch, StepResult]):
-    """Samples of a corpus in the run's global order."""
+    """Samples of a corpus in the run's global order, with old data among them for replay."""
 
     name: Literal["a", "b"] = "a"
     loader: Loader
 
-    def __init__(self, config: Config, plan: Plan, topology: Topology, corpus: Corpus) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        topology: Topology,
+        corpus: Corpus,
+        old: OldData | None = None,
+    ) -> None:
         self.corpus = corpus
+        self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
+        self.forgetting: Forgetting | None = None
         data = config.data
+        if config.cpt is not None and old is not None:
+            if config.cpt.replay is not None and old.replay is not None:
+                self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
+            new = HeldOut("new", corpus.validation)
+            self.forgetting = Forgetting(config.cpt, old.held_out, new)
         # This rank's samples in the run's global order; sequence ranks have the same ones.
         self.loader = Loader(
-            corpus.train,
+            self.train,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             data_rank=topology.sample_rank,
@@ -300,6 +319,25 @@ class Pretraining(Stage[Batch, StepResult]):
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
         return evaluation
 
+    def begin(self, run: Run) -> dict[str, float]:
+        """Measure the model that training begins with on old and new data, once a run."""
+        if self.forgetting is None or self.forgetting.has_base:
+            return {}
+        return self.forgetting.measure(run)
+
+    def is_compared(self, run: Run) -> bool:
+        """Tells if the losses on old and new data are due behind the last step."""
+        if self.forgetting is None:
+            return False
+        return self.forgetting.is_due(run.step, run.config, last=run.step == self.num_steps)
+
+    def compare(self, run: Run) -> tuple[dict[str, float], Verdict | None]:
+        """Loss on old and new data against that before the first step, and a verdict on it."""
+        assert self.forgetting is not None, "is_compared"
+        metrics = self.forgetting.measure(run)
+        forgotten, limit = self.forgetting.forgotten, self.forgetting.stop_above
+        return metrics, run.health.forgetting_known(run.step, forgotten, limit)
+
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""
         return result.nats, result.tokens
@@ -342,7 +380,7 @@ class Pretraining(Stage[Batch, StepResult]):
         """Samples trained on so far by domain; empty unless a mixture of several draws them."""
         counts: Counter[str] = Counter()
         for start, stop in run.health.trained_windows(self.loader.samples_consumed):
-            counts.update(self.corpus.train.drawn(start, stop))
+            counts.update(self.train.drawn(start, stop))
         if len(counts) < 2:
             return {}
         return {
@@ -373,7 +411,11 @@ class Pretraining(Stage[Batch, StepResult]):
         name = logical_name_in(model)
         engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
         self.samples = list(reader.state["samples"])
+        if self.forgetting is not None:
+            self.forgetting.load_state_dict(reader.state.get("cpt"))
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far."""
-        return {"samples": self.samples}
+        """The texts generated so far, and the losses on old and new data."""
+        if self.forgetting is None:
+            return {"samples": self.samples}
+        return {"samples": self.samples, "cpt": self.forgetting.state_dict()}

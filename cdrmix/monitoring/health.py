@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from cdrmix.config.schema import HealthConfig
 
-Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory"]
+Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory", "forgetting"]
 Action = Literal["warn", "skip", "rollback", "stop"]
 
 # A median absolute deviation times this is the standard deviation of normal numbers.
@@ -26,7 +26,7 @@ _MAX_EVENTS = 500
 class Verdict(NamedTuple):
     """A judgement that something is unhealthy."""
 
-    watched: Watched  # key of the configuration's section `health`
+    watched: Watched  # key of the configuration's section `health`; or of `cpt`, forgetting
     action: Action
     why: str  # the value and its limit, for people
     is_new: bool  # False while the same state lasts since an earlier judgement
@@ -137,6 +137,17 @@ class Health:
             return None
         why = f"peak memory is {share:.1%} of what there is, above {limits.max_share:.0%}"
         return self._unhealthy("memory", limits.action, step, why)
+
+    def forgetting_known(
+        self, step: int, forgotten: dict[str, float], limit: float | None
+    ) -> Verdict | None:
+        """Judges the rise of the held-out loss on old data, by folder (nats per token)."""
+        name = max(forgotten, key=forgotten.__getitem__, default=None)
+        if name is None or limit is None or forgotten[name] <= limit:
+            self._timeline.ongoing.discard("forgetting")
+            return None
+        why = f"{forgotten[name]:.4f} nats of {name} are forgotten, above {limit:g}"
+        return self._unhealthy("forgetting", "stop", step, why)
 
     def _not_finite(self, step: int, sign: str) -> Verdict | None:
         limits = self._config.non_finite

@@ -2,7 +2,7 @@
 
 A record is one logged step, a line of metrics.jsonl. A name that is not in the table is refused
 when a record is made, so that a typo cannot start a second series. A row whose name holds `*` is a
-family: a metric for each domain of the data set, whose key `member_name` makes.
+family: a metric for each domain, or folder, of the data, whose key `member_name` makes.
 """
 
 import contextlib
@@ -90,7 +90,16 @@ METRICS: tuple[Metric, ...] = (
     # By domain, for data sets of more than one. A domain of which nothing was evaluated, or drawn,
     # is left out of a line.
     Metric("eval/domain/*/loss", "nats", "sum", "valid token of the domain"),
-    Metric("data/domain/*/samples", "samples trained on, mixtures only", "none"),
+    Metric("data/domain/*/samples", "samples trained on, mixtures and replay only", "none"),
+    # Continual pre-training: held-out loss, and its change since before the first step. Of several
+    # folders of old data the first are means over the folders, and those by name follow.
+    Metric("cpt/old_loss", "nats, old data", "sum", "valid token"),
+    Metric("cpt/new_loss", "nats, new data", "sum", "valid token"),
+    Metric("cpt/forgetting_nats", "nats, rise on old data", "sum", "valid token"),
+    Metric("cpt/gain_nats", "nats, fall on new data", "sum", "valid token"),
+    Metric("cpt/old/*/loss", "nats, one folder of several", "sum", "valid token"),
+    Metric("cpt/old/*/forgetting_nats", "nats, rise on one folder", "sum", "valid token"),
+    Metric("cpt/seconds", "seconds", "none", deterministic=False),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -129,7 +138,7 @@ def member_of(family: str, name: str) -> str | None:
 
 # Shown as progress, not written: lines of equal runs differ in step_seconds, tokens_per_second and
 # memory_peak_bytes only.
-SHOWN_ONLY = ("eval/seconds",)
+SHOWN_ONLY = ("eval/seconds", "cpt/seconds")
 
 
 def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:

@@ -32,6 +32,7 @@ _LABEL_GAP = 13.0  # between the labels at the right edge, in points
 _LABEL_SIZE = 11.0  # of their letters, in points
 _NARROW_LABEL_SIZE = 13.0  # on a narrow page, as page.css has it, which makes the drawing smaller
 _LABEL_CHARACTER = 0.58  # width of one of their characters, by the size of the letters, generously
+_MOST_OF_NAME = 20  # characters of a course's name, inside of its drawing
 _TICK_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
 # Placeholder colour -> CSS variable. Greys that no colour of the page's palette equals.
 _PLACEHOLDERS = {
@@ -58,6 +59,20 @@ class Mark:
     label: str
     value: float
     color: str = "muted"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A line over two measures that change together; ends and points are steps of a run.
+
+    Points where either is NaN or infinite are not drawn. `color` is c1 to c4.
+    """
+
+    label: str
+    steps: np.ndarray
+    across: np.ndarray
+    up: np.ndarray
+    color: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,83 @@ def line_plot(
     return _for_page(buffer.getvalue(), key, label)
 
 
+def plane_plot(
+    key: str,
+    courses: Sequence[Course],
+    *,
+    label: str,
+    across: str,
+    up: str,
+    size: tuple[int, int] = (540, 300),
+    text: Callable[[float], str] = "{:#.3g}".format,
+) -> Drawing:
+    """Draws courses over a plane through the origin, their first and last steps marked.
+
+    Args:
+        key: prefix of the ids in the drawing; unique on the page.
+        courses: each with a finite point.
+        label: description for readers who cannot see the picture.
+        across, up: names of the two measures, written along the axes.
+        size: width and height in points; the page scales it.
+        text: format of a value on the axes.
+    """
+    with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": key}]):
+        width, height = size
+        canvas = Canvas(figsize=(width / 72, height / 72), dpi=72)
+        # Room for the names: of `up` above the axes, of `across` below its ticks.
+        low, high = 1.75 * _BOTTOM, _TOP + 1.5 * _LABEL_GAP
+        place = (_LEFT / width, low / height, 1 - (_LEFT + 12) / width, 1 - (low + high) / height)
+        axes = canvas.add_axes(place)
+        muted, grid = _PLACEHOLDERS["muted"], _PLACEHOLDERS["grid"]
+        for line in (axes.axhline, axes.axvline):
+            line(0, color=muted, linewidth=1, linestyle=(0, (4, 3)))
+        for course in courses:
+            _draw_course(axes, course)
+        axes.margins(0.12, 0.12)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(text, value)))
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        axes.grid(color=grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0, labelsize=11, labelcolor=muted, pad=5)
+        names: dict[str, Any] = {"fontsize": _NARROW_LABEL_SIZE, "color": _PLACEHOLDERS["ink"]}
+        canvas.text(0.01, 1 - 4 / height, f"{up} ↑", verticalalignment="top", **names)
+        canvas.text(1 - 12 / width, 3 / height, f"{across} →", horizontalalignment="right", **names)
+        buffer = io.StringIO()
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    return _for_page(buffer.getvalue(), key, label)
+
+
+def _draw_course(axes: Axes, course: Course) -> None:
+    """Draws a course with a point for each step, and the names of its first and last one."""
+    can_be_drawn = np.isfinite(course.across) & np.isfinite(course.up)
+    steps, x, y = (values[can_be_drawn] for values in (course.steps, course.across, course.up))
+    color = _PLACEHOLDERS[course.color]
+    few = len(x) <= _MARKERS_UP_TO
+    axes.plot(x, y, color=color, linewidth=1.7, marker="o" if few else None, markersize=3.5)
+    axes.plot(x[:1], y[:1], "o", markersize=8, markerfacecolor="none", color=color)
+    axes.plot(x[-1:], y[-1:], "o", markersize=8, color=color)
+    # Beside the line: it mostly leaves its first point upwards, and the last name stands on the
+    # other side than the point before.
+    name = f"{course.label[:_MOST_OF_NAME]} " if course.label else ""
+    falls = len(y) > 1 and y[-2] > y[-1]
+    ends = [(0, (9, -8), "left"), (len(x) - 1, (12, -13 if falls else 13), "right")]
+    for end, offset, side in ends[: min(len(x), 2)]:
+        axes.annotate(
+            f"step {steps[end]:,.0f}" if end == 0 else f"{name}step {steps[end]:,.0f}",
+            (x[end], y[end]),
+            offset,
+            textcoords="offset points",
+            horizontalalignment=side,
+            verticalalignment="center",
+            fontsize=_LABEL_SIZE,
+            color=color,
+        )
+
+
 def decimate(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Reduces to MAX_POINTS: lowest and highest of each stretch, so spikes stay."""
     if len(values) <= MAX_POINTS:
@@ -221,12 +313,6 @@ def _lay_out_axes(
         high = 1.08 * top if top > 0 else 1.0
     axes.set_ylim(low, high)
 
-    def tick(value: float, _: int | None) -> str:
-        # No trailing zeros among the decimals: 2.500% becomes 2.5%; 1,000 and 2.5e-10 stay.
-        label = text(value)
-        has_decimals = "." in label and "e" not in label
-        return re.sub(r"\.?0+(?=%?$)", "", label) if has_decimals else label
-
     grid = _PLACEHOLDERS["grid"]
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
@@ -235,7 +321,15 @@ def _lay_out_axes(
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=11, labelcolor=_PLACEHOLDERS["muted"], pad=5)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(text, value)))
+
+
+def _tick(text: Callable[[float], str], value: float) -> str:
+    """Writes a value without trailing zeros among its decimals: 2.500% becomes 2.5%; 1,000 and
+    2.5e-10 stay."""
+    label = text(value)
+    has_decimals = "." in label and "e" not in label
+    return re.sub(r"\.?0+(?=%?$)", "", label) if has_decimals else label
 
 
 def _label_right_edge(axes: Axes, ends: Sequence[Mark], size: float) -> None:

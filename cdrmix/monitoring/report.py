@@ -19,6 +19,7 @@ from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config, RoutingConfig
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
+from cdrmix.monitoring.cpt_page import cpt_report
 from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
@@ -38,7 +39,7 @@ _MAX_EVENTS = 50
 _UNKNOWN = "–"
 _FROM_ZERO = (0, None)  # ends of an axis
 # Parts of metrics.json that have sections of their own.
-_SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up")
+_SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up", "cpt")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -116,6 +117,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "has_evaluations": bool(len(_validation(run)[0])),
         "comparison": _comparison(run),
         "domains": domain_losses(run),
+        "cpt": cpt_report(run),
         "starts": starts(run),
         "data": data_card(run),
         "uneven": _uneven_routing(run),

@@ -50,6 +50,15 @@ _EVALUATION_FORMATS = {
     "eval/bits_per_byte": "{:.3f} bits/byte",
     "eval/seconds": "took {:.1f}s",
 }
+_FORGETTING_FORMATS = {
+    "cpt/forgetting_nats": "forgetting {:+.4f}",
+    "cpt/gain_nats": "gain {:+.4f}",
+    "cpt/old_loss": "old {:.4f}",
+    "cpt/new_loss": "new {:.4f}",
+    "cpt/seconds": "took {:.1f}s",
+}
+# Lines of their own, by the word that they begin with.
+_OWN_LINES = {"eval": _EVALUATION_FORMATS, "cpt": _FORGETTING_FORMATS}
 
 
 class MetricsFile:
@@ -185,8 +194,8 @@ class Progress:
     def update(self, step: int, record: Mapping[str, float] | None = None) -> None:
         """Moves to `step` completed steps; with a record, shows its metrics too.
 
-        A plain line appears only with a record; the bar moves with every call. An evaluation has a
-        line of its own, which is shown above the bar too.
+        A plain line appears only with a record; the bar moves with every call. An evaluation, and a
+        measure of what is forgotten, have lines of their own, which are shown above the bar too.
         """
         if step < self._seen[-1][0]:  # the run went back: what was seen of later steps is void
             self._seen.clear()
@@ -197,16 +206,16 @@ class Progress:
             self._newest = dict(record)
         self._move(step, redraws=record is not None)
         line = record or {}
-        evaluation = [text.format(line[n]) for n, text in _EVALUATION_FORMATS.items() if n in line]
         lines = []
-        if record is not None:
-            lines.append(("step", list(self._texts(step, record).values())))
-        if evaluation:
-            lines.append(("eval", evaluation))
+        if any(name in line for name in _STEP_FORMATS):  # none before the first step
+            lines.append(("step", list(self._texts(step, line).values())))
+        for kind, formats in _OWN_LINES.items():
+            if texts := [text.format(line[n]) for n, text in formats.items() if n in line]:
+                lines.append((kind, texts))
         place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         for kind, texts in lines:
             text = "  ".join([f"{kind} {place}", *texts])
-            if self._bar is None or kind == "eval":
+            if self._bar is None or kind != "step":
                 tqdm.write(text, file=self._stream)
                 self._stream.flush()
             log_shown(logger, text)

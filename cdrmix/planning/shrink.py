@@ -169,6 +169,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "sample_tokens": 2,
         "baselines": False,
     }
+    values["cpt"] = None  # its data are not there
     values["data"] = {"path": "rehearsal", "segment_documents": config.data.segment_documents}
     if config.data.token_weights is not None:
         values["data"]["token_weights"] = {"text": 1.0}  # the only kind in the rehearsal's corpus
@@ -215,6 +216,8 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
         reduced.append(("weights of tokens", "by what they are part of", "all 1"))
     if config.data.mixture is not None:
         reduced.append(("mixture", "as given", "one domain"))
+    if config.cpt is not None:
+        reduced.append(("replay and forgetting", "as given", "none"))
     if config.data.order != "shuffled":
         reduced.append(("order of samples", config.data.order, "shuffled"))
     ranks = tuple(str(each.degrees.world_size) for each in small)

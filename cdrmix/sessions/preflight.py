@@ -22,10 +22,12 @@ from cdrmix.checkpoint.candidates import (
 )
 from cdrmix.checkpoint.files import damage, read_json
 from cdrmix.config.base_checks import check_base
+from cdrmix.config.cpt import SELF, CptConfig
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
+from cdrmix.data.replay import check_tokenizers, open_old
 from cdrmix.data.sample import sample_folder
 from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
@@ -78,6 +80,8 @@ def check_start(
     with _noted(found):
         check_legal(config, world_size=world_size, profile=profile, device=device)
     found += _data_problems(config)
+    if config.cpt is not None:
+        found += _old_data_problems(config, config.cpt)
     with _noted(found):
         _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
@@ -144,6 +148,32 @@ def _data_problems(config: Config) -> list[TrainingError]:
         for open_split in (_open_train, _open_validation):
             with _noted(found):
                 open_split(folder, manifest, config)
+    return found
+
+
+def _old_data_problems(config: Config, cpt: CptConfig) -> list[TrainingError]:
+    """Faults of the old data of continual pre-training, by their manifests."""
+    found: list[TrainingError] = []
+    new = None
+    folder = Path(config.data.path)
+    if config.data.path == SAMPLE:
+        folder = sample_folder(config.model.vocab_size)
+    with contextlib.suppress(DataError):  # told of data.path, or to be built or copied by the ranks
+        new = read_manifest(folder) if "://" not in config.data.path else None
+    length = config.training.sequence_length
+    old = {"cpt.replay.source": ()} | {"cpt.forgetting.data": cpt.forgetting.data or ()}
+    if cpt.replay is not None and cpt.replay.source != SELF:
+        old["cpt.replay.source"] = (cpt.replay.source,)
+    for key, folders in old.items():
+        for each in map(Path, folders):
+            with _noted(found):
+                manifest = read_manifest(each, given_as=key)
+                if new is not None:
+                    check_tokenizers(new, manifest, data=config.data, key=key, folder=each)
+                if key == "cpt.replay.source" and cpt.replays:
+                    open_old(each, length, key=key)
+                if str(each) in cpt.old_data:
+                    TokenDataset(each, "validation", length)
     return found
 
 

@@ -19,10 +19,13 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
+from cdrmix.engines.old_data import open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
+from cdrmix.engines.rewarming import warn_of_rewarming
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
+from cdrmix.engines.self_replay import own_replay
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.start_from import find_start, take_weights
 from cdrmix.engines.supervision import Requests, supervised
@@ -178,10 +181,12 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     config = start.config
     plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
+    old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
     topology = make_topology(plan.degrees)
-    stage = Pretraining(config, plan, topology, corpus)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None
+    if source is not None and runtime.rank() == 0:
+        warn_of_rewarming(config, source)
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")
@@ -194,6 +199,11 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     if source is not None:
         start.start_from = take_weights(engine, source)
     start.start_up.done("engine")
+    if old is not None and config.cpt is not None and config.cpt.writes_replay:
+        replay = own_replay(start, corpus, topology, engine, checkpoint)
+        old = old._replace(replay=replay)
+        start.start_up.done("replay")
+    stage = Pretraining(config, plan, topology, corpus, old)
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
         run,

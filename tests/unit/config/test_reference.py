@@ -18,8 +18,12 @@ ENTRIES = {entry.path: entry for group in groups() for entry in group.entries}
 # A Hugging Face model whose folder has gone, as a checkpoint tells it.
 _HUGGING_FACE = ["model.kind=hf", "model.path=/models/gone", "stage_b=null"]
 _HUGGING_FACE += ["model.num_kv_heads=4", "model.head_dim=32", "model.ffn_hidden_size=512"]
+_BASE = ["training.start_from=experiments/first"]
+_REPLAY = [*_BASE, "cpt.replay.source=/data/old"]
 # Keys that are allowed with another one only.
 NEEDS = {
+    **{path: _REPLAY for path in ENTRIES if path.startswith("cpt.")},
+    **dict.fromkeys(("cpt", "cpt.replay", "cpt.replay.source"), _BASE),
     **{path: _HUGGING_FACE for path in ENTRIES if path.startswith(("model.lora", "model.path"))},
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from cdrmix.sessions.preflight import check_start
 from tests.checkpoints import save_checkpoint
 from tests.conftest import TINY
 from tests.harness import ROOT
+from tests.made_run import made_run
 from tests.unit.data.token_folder import write_token_folder
 
 REASON = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
@@ -183,3 +185,34 @@ def test_a_start_is_checked_without_torch() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
     assert done.stderr.count("error: ") == 1
+
+
+def test_old_data_that_do_not_fit_are_told_by_their_key(data: Path, tmp_path: Path) -> None:
+    def with_cpt(old: Path, *settings: str) -> Config:
+        start = f"training.start_from={made_start}"
+        return small(data, start, f"cpt.replay.source={old}", *settings)
+
+    made_start = tmp_path / "base"
+    made_run(made_start)
+    lines = {"train": [range(300)], "validation": [range(100)]}
+    old = write_token_folder(tmp_path / "old", lines)
+
+    def told(config: Config) -> list[str]:
+        with pytest.raises(TrainingError) as caught:
+            check(config)
+        text = str(caught.value).splitlines()
+        # the base is of another tokenizer and of other sizes, which is told besides
+        return [line for line in text if "start_from" not in line and not line.startswith(" ")]
+
+    assert not any("cpt." in line for line in told(with_cpt(old)))
+    (line,) = (each for each in told(with_cpt(tmp_path / "none")) if "none" in each)
+    assert line.startswith(f"{tmp_path / 'none' / 'manifest.json'}: not found. cpt.replay.source")
+    lists = f"cpt.forgetting.data=[{tmp_path / 'gone'}]"
+    assert any("cpt.forgetting.data" in line for line in told(with_cpt(old, lists)))
+    other = write_token_folder(tmp_path / "other", lines)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = "0" * 64
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert any("another tokenizer than data.path" in line for line in told(with_cpt(other)))
+    short = write_token_folder(tmp_path / "short", {"train": [range(300)]})
+    assert any("no split 'validation'" in line for line in told(with_cpt(short)))
