@@ -79,14 +79,19 @@ def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
     """Text of each file but weights, card and metadata, by its name."""
     here = Path(__file__).parent
     files = {name: (here / name).read_text(encoding="utf-8") for name in CODE_FILES}
+    files["config.json"] = config.to_json_string()
+    return files | plain_files(config, tokenizer_folder)
+
+
+def plain_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
+    """Text of the files that do not depend on the code of the model: tokenizer and generation."""
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
-    files["config.json"] = config.to_json_string()
-    files["generation_config.json"] = generation.to_json_string()
-    files[TOKENIZER_FILE] = _tokenizer_text(tokenizer_folder / TOKENIZER_FILE, config)
+    files = {"generation_config.json": generation.to_json_string()}
+    files[TOKENIZER_FILE] = tokenizer_text(tokenizer_folder / TOKENIZER_FILE, config)
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": EOS,
@@ -102,7 +107,7 @@ def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
     return files
 
 
-def _tokenizer_text(path: Path, config: CDRMixConfig) -> str:
+def tokenizer_text(path: Path, config: CDRMixConfig) -> str:
     """Text of tokenizer.json of a run, changed to begin each text as documents in training do."""
     tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
     # transformers 5 ignores `add_bos_token` in tokenizer_config.json beside a tokenizer.json.
