@@ -141,7 +141,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         # Opened at the first read: a rank needs the files of few others.
         if name not in self._opened:
             path = plain_file(self.path / name)
-            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+            try:
+                self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+            except RuntimeError as error:  # torch maps it as if to write, which Linux limits
+                raise StateError(
+                    f"{path}: cannot be mapped ({error}). A file may not be larger than memory and "
+                    "swap together: use a machine with more"
+                ) from error
         return self._opened[name].get_slice(fragment["key"])[first:end]
 
     def _entry(self, name: str, kind: str) -> dict[str, Any]:

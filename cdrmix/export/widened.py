@@ -35,14 +35,15 @@ def check_rwkv_alone(model: ModelConfig, name: str) -> None:
     kinds = model.layer_kinds()
     reasons = []
     if others := len(kinds) - kinds.count("rwkv"):
-        reasons.append(f"{others} of {len(kinds)} blocks are Transformer blocks")
+        share = f"{others} of {len(kinds)} (model.transformer_fraction)"
+        reasons.append(f"Transformer blocks are {share}")
     if model.moe is not None:
-        reasons.append(f"its feed-forwards are {model.moe.num_experts} experts each (model.moe)")
+        reasons.append(f"each feed-forward has {model.moe.num_experts} experts (model.moe)")
     if name == "fla" and len(kinds) == 1:
-        reasons.append("flash-linear-attention makes no RWKV-7 of a single block")
+        reasons.append("there is one block, of which flash-linear-attention makes no RWKV-7")
     if reasons:
         raise StateError(
-            f"--format {name} holds dense models of RWKV blocks alone, and of this one "
+            f"--format {name} holds dense models of RWKV blocks alone, and here "
             f"{', and '.join(reasons)}. Give --format hf, which holds every model"
         )
 

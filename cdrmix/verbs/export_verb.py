@@ -101,10 +101,7 @@ def _write(arguments: argparse.Namespace) -> None:
         parts = ", ".join(exported.left_out)
         print(f"The run's parts of Stage B ({parts}) are left out: this format has no place for it")
     if exported.is_widened:
-        print(
-            "Written at twice the width, which gives RMSNorm where the format has LayerNorm "
-            "(docs/models.md, Formats)"
-        )
+        print("Written at twice the width: LayerNorm then gives RMSNorm (docs/models.md, Formats)")
     print(
         f"{arguments.out}: step {exported.step:,}, {exported.num_parameters:,} parameters in "
         f"{exported.dtype}, {exported.num_files} files, {exported.num_bytes:,} bytes, manifest "

@@ -223,7 +223,7 @@ def test_a_format_of_twice_the_width_says_so(name: str, tmp_path: Path) -> None:
     dense = ("model.transformer_fraction=0", "model.moe=null", "model.ffn_hidden_size=96")
     made_run(tmp_path / "run", *dense)
     said = cdrmix("export", tmp_path / "run", "--out", tmp_path / "folder", "--format", name).stdout
-    assert said.startswith("Written at twice the width, which gives RMSNorm")
+    assert said.startswith("Written at twice the width: LayerNorm then")
     cdrmix("export", "--verify", tmp_path / "folder")
 
 

@@ -316,9 +316,12 @@ def test_all_files_are_in_the_manifest(folders: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (("model.transformer_fraction=0",), r"of this one its feed-forwards are \d+ experts each"),
-        (("model.moe=null", "model.ffn_hidden_size=96"), "2 of 4 blocks are Transformer blocks"),
-        ((), r"2 of 4 blocks are Transformer blocks, and its feed-forwards are \d+ experts each"),
+        (
+            ("model.transformer_fraction=0",),
+            r"and here each feed-forward has \d+ experts \(model.moe\)",
+        ),
+        (("model.moe=null", "model.ffn_hidden_size=96"), "and here Transformer blocks are 2 of 4"),
+        ((), r"are 2 of 4 \(.*\), and each feed-forward has \d+ experts"),
     ],
 )
 def test_other_models_are_refused_before_anything_is_written(
@@ -328,6 +331,13 @@ def test_other_models_are_refused_before_anything_is_written(
     with pytest.raises(StateError, match=f"--format {name} holds dense models .*{reason}"):
         export_run(tmp_path / "run", tmp_path / "out", format=name)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_single_block_is_refused_where_its_reader_divides_by_zero(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", *DENSE_RWKV, "model.num_layers=1")
+    with pytest.raises(StateError, match="there is one block"):
+        export_run(tmp_path / "run", tmp_path / "out", format="fla")
+    export_run(tmp_path / "run", tmp_path / "out", format="gguf")
 
 
 def test_without_the_package_gguf_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.config.load import load_config
 from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.errors import StateError
 from cdrmix.export import weights
 from cdrmix.export.hugging_face import model_config, parameter_shapes
 from cdrmix.export.weights import INDEX_FILE, boxes, plain_target, plan_shards, write_weights
@@ -96,6 +98,7 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.errors import StateError
 from cdrmix.export import weights
 
 def anonymous():
@@ -170,19 +173,21 @@ _FILES = 64  # of 7 GB: torch maps no file that is larger than the memory of the
 _CUTS = 8
 
 
-def sparse_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+def sparse_checkpoint(
+    folder: Path, shapes: dict[str, tuple[int, ...]], *, files: int = _FILES
+) -> int:
     """A checkpoint of files that are holes, each tensor in flat pieces of several; its bytes."""
     folder.mkdir()
     index = {}
-    headers: list[dict[str, Any]] = [{} for _ in range(_FILES)]
-    ends = [0] * _FILES
+    headers: list[dict[str, Any]] = [{} for _ in range(files)]
+    ends = [0] * files
     for place, (name, shape) in enumerate(shapes.items()):
         numel = math.prod(shape) // _CUTS
         assert numel * _CUTS == math.prod(shape)
         fragments = []
         for cut in range(_CUTS):
-            rank = (place * _CUTS + cut) % _FILES
-            key = f"param/{name}"
+            rank = (place * _CUTS + cut) % files
+            key = f"param/{name}/{cut}"
             offsets = [ends[rank], ends[rank] + 4 * numel]
             headers[rank][key] = {"dtype": "F32", "shape": [numel], "data_offsets": offsets}
             ends[rank] = offsets[1]
@@ -229,3 +234,17 @@ def test_shards_of_a_large_model_take_as_little(tmp_path: Path) -> None:
         assert "model.final_norm.weight" in file.keys()  # noqa: SIM118
     assert first.stat().st_size > 600 * 10**6
     assert taken < 64, "pieces of 4 MiB, where the embedding alone has 1178"
+
+
+def test_a_file_that_is_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    """Torch maps it privately and for writing, which counts as memory that may be needed."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+        pytest.skip("this machine maps anything")
+    sizes = re.findall(r"(?:MemTotal|SwapTotal): +(\d+) kB", Path("/proc/meminfo").read_text())
+    rows = sum(map(int, sizes)) * 1024 * 2 // _CUTS // 4 * _CUTS
+    sparse_checkpoint(tmp_path / "sparse", {"w": (rows, _CUTS)}, files=1)
+    with (
+        CheckpointFile(tmp_path / "sparse") as reader,
+        pytest.raises(StateError, match="may not be larger than memory and swap together"),
+    ):
+        reader.open_files()
