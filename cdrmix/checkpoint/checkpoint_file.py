@@ -118,13 +118,36 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             )
         return out
 
+    def open_files(self) -> None:
+        """Opens all tensor files, which `read` otherwise does as it comes to them. What stays of an
+        opened file then lies between the tensors being read, and keeps the heap from shrinking by
+        one of these per file. Raises as `read` does."""
+        fragments = {
+            fragment["file"]: fragment
+            for kinds in self._tensors.values()
+            for entry in kinds.values()
+            for fragment in entry["fragments"]
+        }
+        for name, fragment in fragments.items():
+            path = self.path / name
+            try:
+                retried(partial(self._slice, fragment, 0, 0), path)
+            except (OSError, SafetensorError) as error:
+                raise StateError(f"{path}: cannot be read: {error}") from error
+
     def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
         """Elements [first, end) of a fragment's span, as a view of its mapped file."""
         name = fragment["file"]
         # Opened at the first read: a rank needs the files of few others.
         if name not in self._opened:
             path = plain_file(self.path / name)
-            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+            try:
+                self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+            except RuntimeError as error:  # torch maps it as if to write, which Linux limits
+                raise StateError(
+                    f"{path}: cannot be mapped ({error}). A file may not be larger than memory and "
+                    "swap together: use a machine with more"
+                ) from error
         return self._opened[name].get_slice(fragment["key"])[first:end]
 
     def _entry(self, name: str, kind: str) -> dict[str, Any]:

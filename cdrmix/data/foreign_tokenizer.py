@@ -76,7 +76,8 @@ class ForeignTokenizer(Tokenizer):
         special = {id for id, token in added if token.special and not _is_byte(token.content)}
         if unknown is not None:
             special.discard(vocabulary.get(unknown, -1))  # text does give this one
-        self._never_text = special | {self.eos_id, *self.document_prefix, *self.roles.values()}
+        of_documents = {self.eos_id, *self.document_prefix, *self.roles.values()}
+        self.special_ids = frozenset(special | of_documents)
         self._spelled: dict[int, list[int]] = {}  # by id, ids of the characters of its name
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
@@ -99,18 +100,18 @@ class ForeignTokenizer(Tokenizer):
 
     def _without_special(self, ids: list[int]) -> list[int]:
         """Spells out special tokens, which some models find among their words (Unigram)."""
-        if self._never_text.isdisjoint(ids):
+        if self.special_ids.isdisjoint(ids):
             return ids
         return [piece for id in ids for piece in self._spell(id)]
 
     def _spell(self, id: int) -> list[int]:
-        if id not in self._never_text:
+        if id not in self.special_ids:
             return [id]
         if id not in self._spelled:
             characters = list(str(self._later.id_to_token(id)))
             encoded = self._later.encode_batch_fast(characters, add_special_tokens=False)
             ids = (piece for each in encoded for piece in each.ids)
-            self._spelled[id] = [piece for piece in ids if piece not in self._never_text]
+            self._spelled[id] = [piece for piece in ids if piece not in self.special_ids]
         return self._spelled[id]
 
     def decode(self, ids: Iterable[int], *, continues: bool = False) -> str:

@@ -114,6 +114,7 @@ class TrainedTokenizer(Tokenizer):
         self.eos_id, self.pad_id = map(encoding.encode_single_token, (EOS, PAD))
         names = dict(zip((*FIM_ROLES, *CHAIN_ROLES), (*FIM_TOKENS, THOUGHT, ANSWER), strict=True))
         names["memory"] = MEMORY
+        self.special_ids = frozenset(map(encoding.encode_single_token, SPECIAL_TOKENS))
         self.roles = {role: encoding.encode_single_token(name) for role, name in names.items()}
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:

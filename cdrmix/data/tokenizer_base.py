@@ -42,6 +42,7 @@ class Tokenizer(ABC):
         pad_id: token that fills rows.
         document_prefix: ids that each document begins with; empty where it begins with its text.
         roles: ids of the special tokens that documents are made with, as far as there are any.
+        special_ids: tokens that no text gives.
     """
 
     kind: Literal["cdrmix", "foreign"]
@@ -50,6 +51,7 @@ class Tokenizer(ABC):
     pad_id: int
     document_prefix: tuple[int, ...]
     roles: Mapping[Role, int]
+    special_ids: frozenset[int]
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:

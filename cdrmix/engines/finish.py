@@ -89,7 +89,7 @@ def _write_adapter(run: Run) -> None:
         out.chmod(0o755)
         shutil.rmtree(out)
     saved = FoundCheckpoint(run.directory.folders[0] / str(run.step), run.step, ())
-    exported = export_checkpoint(saved, out, form="peft")
+    exported = export_checkpoint(saved, out, format="peft")
     logger.info("adapter: %s, %s parameters", out, f"{exported.num_parameters:,}")
 
 

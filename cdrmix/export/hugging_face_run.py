@@ -37,10 +37,10 @@ from cdrmix.config.safetensors_headers import INDEX_FILE, RECORD_FILE, tensor_si
 from cdrmix.config.schema import Config
 from cdrmix.export.peft_adapter import MergedWeights, RunAdapters
 from cdrmix.export.provenance import evaluations, metadata_text, result_lines, training_metadata
+from cdrmix.export.rwkx_run import DTYPES
 from cdrmix.export.weights import boxes, plan_shards
 from cdrmix.hf.weights import kept_in_float32, map_names, skeleton
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READ_ELEMENTS = 2**22
 _TYPES = {stored: getattr(torch, name) for name, stored in SAFETENSORS_TYPES.items()}
 
@@ -67,7 +67,10 @@ class HuggingFaceRun:
         num_parameters: of the model, tied ones counted once.
         dtype: type of the exported weights.
         num_bytes: size of them.
+        left_out: nothing.
     """
+
+    left_out: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -167,9 +167,11 @@ class AdapterExport:
     Attributes:
         checkpoint: verified.
         dtype: of the factors in the file.
+        left_out: nothing.
     """
 
     dtype = torch.float32
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: FoundCheckpoint, reader: CheckpointFile, config: Config) -> None:
         """Raises StateError if the run has no adapters, otherwise as `RunAdapters`."""
@@ -189,9 +191,9 @@ class AdapterExport:
     def num_bytes(self) -> int:
         return self.num_parameters * self.dtype.itemsize
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
+    def write(self, folder: Path, *, max_shard_bytes: int) -> dict[str, FileRecord]:
         """Writes all files but the manifest durably; gives their records. Raises as
-        `write_adapter`."""
+        `write_adapter`; the adapters are one file of any size, as peft reads them."""
         records = write_adapter(folder, self._adapters)
         path = self.checkpoint.path.resolve()
         base = self._adapters.base

@@ -16,6 +16,28 @@ from cdrmix.monitoring.sinks import read_metrics
 # Of a logged step: these say something about the model, others about the machine.
 _METRICS = ("loss", "tokens_seen", "eval/loss", "eval/perplexity", "eval/bits_per_byte")
 
+_PROGRAMS = {
+    "hf": "transformers",
+    "fla": "flash-linear-attention, as its RWKV-7",
+    "gguf": "readers of GGUF, as its architecture rwkv7",
+}
+_HF_USE = (
+    "```python",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)',
+    'model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
+    'inputs = tokenizer("def", return_tensors="pt")',
+    "tokens = model.generate(**inputs, max_new_tokens=64)",
+    "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
+    "```",
+    "",
+    "`trust_remote_code` runs `modeling_cdrmix.py` of this folder, which needs torch and "
+    "transformers alone. The tokenizer begins each text with its `bos_token`, as documents in "
+    "training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
+    "",
+)
+
 
 def training_metadata(
     run_dir: Path | None,
@@ -93,12 +115,15 @@ def _json_or_nothing(run_dir: Path | None, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int, dtype: str) -> str:
+def model_card(
+    metadata: dict[str, Any], config: Config, *, num_parameters: int, dtype: str, format: str
+) -> str:
     """Makes the text of README.md: front matter that the Hub reads, and a page for people."""
+    library = {"hf": "transformers", "fla": "fla", "gguf": "gguf"}[format]
     data = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
-        tags=["custom_code", "rwkv", "cdrmix"],
+        tags=["custom_code", "rwkv", "cdrmix"] if format == "hf" else ["rwkv", "cdrmix"],
         model_name=metadata["name"],
         eval_results=evaluations(metadata) or None,
     )
@@ -110,7 +135,7 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
     lines = [
         f"# {metadata['name']}, step {metadata['step']:,}",
         "",
-        "A language model trained with CDRmix and exported for transformers.",
+        f"A language model trained with CDRmix and exported for {_PROGRAMS[format]}.",
         "",
         f"* {num_parameters:,} parameters in {dtype}, embedding and head tied",
         f"* {kinds.count('rwkv')} RWKV-7 and {kinds.count('transformer')} Transformer blocks of "
@@ -121,20 +146,7 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         *result_lines(metadata["metrics"]),
         "## Use",
         "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)',
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
-        'inputs = tokenizer("def", return_tensors="pt")',
-        "tokens = model.generate(**inputs, max_new_tokens=64)",
-        "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
-        "```",
-        "",
-        "`trust_remote_code` runs `modeling_cdrmix.py` of this folder, which needs torch and "
-        "transformers alone. The tokenizer begins each text with its `bos_token`, as documents "
-        "in training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
-        "",
+        *_use_lines(format, config),
         *_left_out_lines(metadata["left_out"]),
         "## Origin",
         "",
@@ -144,6 +156,34 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         "",
     ]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+
+
+def _use_lines(format: str, config: Config) -> list[str]:
+    if format == "hf":
+        return list(_HF_USE)
+    width = config.model.hidden_size
+    widened = (
+        f"The weights here are {2 * width} features wide, where the model has {width}: LayerNorm, "
+        "which this format has, gives the model's RMSNorm on a residual stream of x and -x. The "
+        "outputs are the same, but for the rounding of the arithmetic. Do not train them on: the "
+        "halves would part."
+    )
+    if format == "fla":
+        return [
+            widened,
+            "",
+            "What is multiplied by a factor is in float32: load it with `dtype=torch.float32`. The "
+            "tokenizer begins each text with its `bos_token`, as documents in training do.",
+            "",
+        ]
+    return [
+        widened,
+        "",
+        "The pre-tokenizer is named `cdrmix`, which llama.cpp does not know: none of its own cuts "
+        "text into the same words. `tokenizer.huggingface.json` in the file is the whole "
+        "tokenizer. A text begins with its `bos_token`, as documents in training do.",
+        "",
+    ]
 
 
 def evaluations(metadata: dict[str, Any]) -> list[EvalResult]:

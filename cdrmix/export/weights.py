@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,8 +15,59 @@ from cdrmix.checkpoint.files import FileRecord, write_json, write_tensors
 from cdrmix.checkpoint.fragments import Box, Span
 
 INDEX_FILE = "model.safetensors.index.json"
-# 16 MiB of a float32 checkpoint: large reads, and little beside what a process has anyway.
-_READ_ELEMENTS = 2**22
+# 4 MiB of a float32 checkpoint: large reads, and little beside what a process has anyway. Of pieces
+# of 16 MiB the heap kept eight, as it takes new ones where small objects leave no room in old ones.
+_READ_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the checkpoint, and its place in an exported one.
+
+    With signs of rows (i) and columns (j), each of -1, 0 and 1, it is the matrix of the blocks
+    i * j * scale * source; a source of one dimension counts as a row. Without signs it has any
+    number of dimensions.
+
+    Attributes:
+        source: logical name.
+        transposed: exchange rows and columns of the source first.
+    """
+
+    source: str
+    rows: tuple[int, ...] = (1,)
+    columns: tuple[int, ...] = (1,)
+    transposed: bool = False
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is the source as it is."""
+        return self == Part(self.source)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to write: parts that follow one another in memory, of one type.
+
+    Attributes:
+        rounding: type that the float32 weights of the checkpoint are rounded into.
+        dtype: type to write, which holds every value of `rounding`.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    rounding: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plain_target(source: str, shape: tuple[int, ...], dtype: torch.dtype) -> Target:
+    """Makes a target of one tensor as it is, rounded."""
+    return Target(shape, (Part(source),), dtype, dtype)
 
 
 def plan_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
@@ -42,47 +94,84 @@ def plan_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
 def write_weights(
     folder: Path,
     reader: CheckpointFile,
-    names: Mapping[str, str],
+    targets: Mapping[str, Target],
     *,
-    dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> dict[str, FileRecord]:
-    """Writes tensors of a checkpoint and their index durably; gives the records of the files.
+    """Writes tensors and their index durably; gives the records of the files.
 
     Args:
-        names: logical name of each exported one.
-        dtype: type to write, into which the float32 weights of the checkpoint are rounded.
+        targets: tensors by their names in the files.
         max_shard_bytes: as for `plan_shards`.
     Raises:
         StateError: if the checkpoint cannot be read.
         OSError: naming the file that cannot be written.
     """
-    shapes = {name: reader.shape(names[name], reader.content_kind(names[name])) for name in names}
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards = plan_shards(sizes, max_shard_bytes)
-    records = {}
-    for file, keys in shards.items():
-        # on the meta device: for shape and type alone
-        layout = [(key, torch.empty(shapes[key], dtype=dtype, device="meta")) for key in keys]
-        data = (part for key in keys for part in _parts(reader, names[key], dtype))
-        records[file] = write_tensors(folder / file, layout, data)
-    metadata = {
-        "total_size": sum(sizes.values()),
-        "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
+    shards = plan_shards({name: each.num_bytes for name, each in targets.items()}, max_shard_bytes)
+    records = {
+        file: write_shard(folder / file, reader, targets, names) for file, names in shards.items()
     }
-    file_of = {key: file for file, keys in shards.items() for key in keys}
+    metadata = {
+        "total_size": sum(each.num_bytes for each in targets.values()),
+        "total_parameters": sum(math.prod(each.shape) for each in targets.values()),
+    }
+    file_of = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": metadata, "weight_map": file_of}
     records[INDEX_FILE] = write_json(folder / INDEX_FILE, index)
     return records
 
 
-def _parts(reader: CheckpointFile, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+def write_shard(
+    path: Path, reader: CheckpointFile, targets: Mapping[str, Target], names: Sequence[str]
+) -> FileRecord:
+    """Writes one file of `plan_shards`; arguments and errors as of `write_weights`."""
+    reader.open_files()
+    # the widest types first, as the file format wants them
+    ordered = sorted(names, key=lambda name: -targets[name].dtype.itemsize)
+    layout = [  # on the meta device: for shape and type alone
+        (name, torch.empty(targets[name].shape, dtype=targets[name].dtype, device="meta"))
+        for name in ordered
+    ]
+    data = (piece for name in ordered for piece in pieces(reader, targets[name]))
+    return write_tensors(path, layout, data)
+
+
+def pieces(reader: CheckpointFile, target: Target) -> Iterator[Tensor]:
     """Reads a tensor piece by piece, in its row-major order."""
-    kind = reader.content_kind(name)
-    # Boxes, not ranges of elements: of a range the reader walks through all rows of a tensor that
-    # was cut by columns, for each of its fragments.
-    for box in boxes(reader.shape(name, kind), _READ_ELEMENTS):
-        yield reader.read(name, kind, Span.whole(box)).to(dtype)
+    for part in target.parts:
+        if part.is_plain:
+            kind = reader.content_kind(part.source)
+            # Boxes, not ranges of elements: of a range the reader walks through all rows of a
+            # tensor that was cut by columns, for each of its fragments.
+            for box in boxes(reader.shape(part.source, kind), _READ_ELEMENTS):
+                values = reader.read(part.source, kind, Span.whole(box))
+                yield values.to(target.rounding).to(target.dtype)
+        else:
+            yield from _rows(reader, part, target)
+
+
+def _rows(reader: CheckpointFile, part: Part, target: Target) -> Iterator[Tensor]:
+    """Reads rows of a part's matrix, as many at a time as may be in memory."""
+    kind = reader.content_kind(part.source)
+    shape = reader.shape(part.source, kind)
+    height, width = reversed(shape) if part.transposed else (math.prod(shape[:-1]), shape[-1])
+    step = max(1, _READ_ELEMENTS // (width * len(part.columns)))
+    for row_sign in part.rows:
+        signs = [row_sign * column_sign for column_sign in part.columns]
+        for first in range(0, height, step):
+            size = min(step, height - first)
+            if not any(signs):
+                yield torch.zeros(size, width * len(signs), dtype=target.dtype)
+                continue
+            if part.transposed:
+                box = Box((0, first), (width, size))
+            else:
+                box = Box((first, 0), (size, width)) if len(shape) == 2 else Box.whole(shape)
+            values = reader.read(part.source, kind, Span.whole(box)).to(target.rounding).float()
+            block = values.view(width, size).T if part.transposed else values.view(size, width)
+            zeros = torch.zeros_like(block)  # a product with 0 would have zeros below zero
+            blocks = [block * (sign * part.scale) if sign else zeros for sign in signs]
+            yield torch.cat(blocks, dim=1).to(target.dtype)
 
 
 def boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:

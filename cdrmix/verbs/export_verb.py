@@ -19,17 +19,20 @@ def add_export(verbs: Verbs) -> None:
     """`cdrmix export RUN_DIR --out DIR`, `cdrmix export --verify DIR`."""
     parser = verbs.add_parser(
         "export",
-        help="write a trained model as a folder that transformers loads, or verify one",
+        help="write a trained model as a folder that other programs load, or verify one",
         description="Writes weights, configuration, code, tokenizer and model card of a checkpoint "
-        "as a read-only folder that AutoModelForCausalLM loads, with the digest of each file. The "
-        "same checkpoint gives the same bytes.",
+        "as a read-only folder that AutoModelForCausalLM loads, with the digest of each file, or "
+        "as other formats have them. The same checkpoint gives the same bytes.",
     )
     flag = parser.add_argument
     flag("run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="run directory or checkpoint")
     flag("--out", type=Path, metavar="DIR", help="folder to make; it must not exist")
     add_checkpoint_flag(parser)
-    form = "hf, for transformers (default), or peft, the adapters of model.lora alone"
-    flag("--format", choices=("hf", "peft"), help=form)
+    formats = "hf: Hugging Face transformers (default); fla: flash-linear-attention; gguf: GGUF; "
+    formats += "peft: the adapters of model.lora alone"
+    flag("--format", choices=("hf", "fla", "gguf", "peft"), help=formats)
+    average = "trained (default), or ema, their average"
+    flag("--weights", choices=("trained", "ema"), help=average)
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
     verify = "compare every file of an exported folder with its manifest"
@@ -51,7 +54,7 @@ def _gib(text: str) -> int:
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     writing = (arguments.run_dir, arguments.out, arguments.checkpoint, arguments.max_shard_gib)
     if arguments.verify is not None:
-        if any(value is not None for value in (*writing, arguments.format)):
+        if any(value is not None for value in (*writing, arguments.format, arguments.weights)):
             parser.error("--verify DIR goes alone")
         from cdrmix.export.manifest import verify_export
 
@@ -60,6 +63,8 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
         return
     if arguments.run_dir is None or arguments.out is None:
         parser.error("give RUN_DIR and --out DIR, or --verify DIR")
+    if arguments.format == "gguf" and arguments.max_shard_gib is not None:
+        parser.error("--format gguf writes one file: leave out --max-shard-gib")
     # TERM stops as Ctrl-C does, which clears what is half written.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signal.default_int_handler) for number in stops}
@@ -81,12 +86,15 @@ def _write(arguments: argparse.Namespace) -> None:
         arguments.run_dir,
         arguments.out,
         checkpoint=arguments.checkpoint or "last",
-        form=arguments.format or "hf",
+        format=arguments.format or "hf",
+        weights=arguments.weights or "trained",
         **limit,
     )
     if exported.left_out:
         parts = ", ".join(exported.left_out)
         print(f"The run's parts of Stage B ({parts}) are left out: this format has no place for it")
+    if exported.is_widened:
+        print("Written at twice the width: LayerNorm then gives RMSNorm (docs/models.md, Formats)")
     print(
         f"{arguments.out}: step {exported.step:,}, {exported.num_parameters:,} parameters in "
         f"{exported.dtype}, {exported.num_files} files, {exported.num_bytes:,} bytes, manifest "

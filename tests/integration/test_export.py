@@ -206,14 +206,34 @@ def test_what_cannot_be_exported_is_refused_in_one_message(made: Path, tmp_path:
         ["--out", "folder"],
         ["run", "--verify", "folder"],
         ["--verify", "folder", "--checkpoint", "last"],
-        ["run", "--out", "folder", "--format", "gguf"],
+        ["run", "--out", "folder", "--format", "onnx"],
+        ["run", "--out", "folder", "--format", "gguf", "--max-shard-gib", "1"],
+        ["--verify", "folder", "--weights", "trained"],
         ["run", "--out", "folder", "--checkpoint", "newest"],
         ["run", "--out", "folder", "--max-shard-gib", "0"],
-        ["run", "--out", "folder", "--weights", "ema"],
+        ["run", "--out", "folder", "--weights", "best"],
     ],
 )
 def test_wrong_flags_are_refused_by_the_parser(words: list[str]) -> None:
     assert "usage: " in cdrmix("export", *words, code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["fla", "gguf"])
+def test_a_format_of_twice_the_width_says_so(name: str, tmp_path: Path) -> None:
+    dense = ("model.transformer_fraction=0", "model.moe=null", "model.ffn_hidden_size=96")
+    made_run(tmp_path / "run", *dense)
+    said = cdrmix("export", tmp_path / "run", "--out", tmp_path / "folder", "--format", name).stdout
+    assert said.startswith("Written at twice the width: LayerNorm then")
+    cdrmix("export", "--verify", tmp_path / "folder")
+
+
+def test_what_a_format_or_a_run_has_not_is_refused(made: Path, tmp_path: Path) -> None:
+    words = ("export", made, "--out", tmp_path / "folder")
+    refused = cdrmix(*words, "--format", "gguf", code=2).stderr
+    assert "--format gguf holds dense models of RWKV blocks alone" in refused
+    refused = cdrmix(*words, "--weights", "ema", code=2).stderr
+    assert "this run kept no average of its weights" in refused
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_leaves_no_folder_and_the_next_export_clears_up(made: Path, tmp_path: Path) -> None:

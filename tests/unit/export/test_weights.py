@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.config.load import load_config
 from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.errors import StateError
 from cdrmix.export import weights
 from cdrmix.export.hugging_face import model_config, parameter_shapes
-from cdrmix.export.weights import INDEX_FILE, boxes, plan_shards, write_weights
+from cdrmix.export.weights import INDEX_FILE, boxes, plain_target, plan_shards, write_weights
 from cdrmix.planning.counts import count
 from tests.checkpoints import on_ranks, save_checkpoint, whole
 from tests.harness import ROOT
@@ -79,19 +83,22 @@ def test_fragments_of_any_layout_are_put_together(
     out = tmp_path / "out"
     out.mkdir()
     with CheckpointFile(tmp_path / "1") as reader:
-        write_weights(out, reader, {"model.w": "w"}, dtype=torch.bfloat16, max_shard_bytes=10**9)
+        targets = {"model.w": plain_target("w", (9, 10), torch.bfloat16)}
+        write_weights(out, reader, targets, max_shard_bytes=10**9)
     written = load_file(out / "model-00001-of-00001.safetensors")
     assert torch.equal(written["model.w"], tensor.bfloat16())
     index = json.loads((out / INDEX_FILE).read_text())
     assert index["metadata"] == {"total_size": 180, "total_parameters": 90}
 
 
-# Prints anonymous memory at the peak of writing, above that before, in MiB.
+# Prints anonymous memory at the peak of writing, above that before, in MiB. Shards are those given
+# by their place, all and the index by default.
 _MEASURE = """
 import sys, threading, time
 from pathlib import Path
 import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.errors import StateError
 from cdrmix.export import weights
 
 def anonymous():
@@ -104,21 +111,45 @@ def watch():
         seen.append(anonymous())
         time.sleep(0.001)
 
-source, out, elements = sys.argv[1:]
+source, out, elements, limit, *places = sys.argv[1:]
+out, limit = Path(out), int(limit)
 weights._READ_ELEMENTS = int(elements)
 done, seen = False, []
 with CheckpointFile(Path(source)) as reader:
-    names = {f"model.{name}": name for name in reader.names()}
-    arguments = {"dtype": torch.bfloat16, "max_shard_bytes": 40 * 2**20}
-    Path(out).mkdir()
+    targets = {
+        f"model.{name}": weights.plain_target(name, reader.shape(name), torch.bfloat16)
+        for name in reader.names()
+    }
+    sizes = {name: target.num_bytes for name, target in targets.items()}
+    out.mkdir()
     before = anonymous()
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    weights.write_weights(Path(out), reader, names, **arguments)
+    if places:
+        shards = list(weights.plan_shards(sizes, limit).items())
+        for file, names in (shards[int(place)] for place in places):
+            weights.write_shard(out / file, reader, targets, names)
+    else:
+        weights.write_weights(out, reader, targets, max_shard_bytes=limit)
     done = True
     thread.join()
 print(max(seen) - before)
 """
+
+
+def peak(source: Path, out: Path, *, elements: int, limit: int, places: tuple[int, ...] = ()):
+    """Peak of a process that writes shards, MiB above what it had before."""
+    words = [source, out, *map(str, (elements, limit, *places))]
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
 
 
 @pytest.mark.slow
@@ -127,14 +158,93 @@ def test_writing_takes_little_memory(tmp_path: Path) -> None:
     tensors = [whole(name, torch.full((4096, 4096), 1.5)) for name in "abc"]
     save_checkpoint(tmp_path, 1, tensors, state={}, rank_state={}, keep=1)
 
-    def peak(elements: int) -> float:
+    def peak_of(elements: int) -> float:
         out = tmp_path / f"out-{elements}"
-        command = [sys.executable, "-c", _MEASURE, tmp_path / "1", out, str(elements)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
+        taken = peak(tmp_path / "1", out, elements=elements, limit=40 * 2**20)
         assert len(list(out.glob("*.safetensors"))) == 3
-        return float(done.stdout)
+        return taken
 
-    assert peak(2**20) < 40
+    assert peak_of(2**20) < 40
     # a control: held whole, one tensor takes 64 MiB and its rounded copy 32
-    assert peak(2**24) > 64
+    assert peak_of(2**24) > 64
+
+
+_FILES = 64  # of 7 GB: torch maps no file that is larger than the memory of the machine
+_CUTS = 8
+
+
+def sparse_checkpoint(
+    folder: Path, shapes: dict[str, tuple[int, ...]], *, files: int = _FILES
+) -> int:
+    """A checkpoint of files that are holes, each tensor in flat pieces of several; its bytes."""
+    folder.mkdir()
+    index = {}
+    headers: list[dict[str, Any]] = [{} for _ in range(files)]
+    ends = [0] * files
+    for place, (name, shape) in enumerate(shapes.items()):
+        numel = math.prod(shape) // _CUTS
+        assert numel * _CUTS == math.prod(shape)
+        fragments = []
+        for cut in range(_CUTS):
+            rank = (place * _CUTS + cut) % files
+            key = f"param/{name}/{cut}"
+            offsets = [ends[rank], ends[rank] + 4 * numel]
+            headers[rank][key] = {"dtype": "F32", "shape": [numel], "data_offsets": offsets}
+            ends[rank] = offsets[1]
+            fragments.append(
+                {
+                    "file": f"rank-{rank:05d}.safetensors",
+                    "key": key,
+                    "block_offset": [0] * len(shape),
+                    "block_shape": list(shape),
+                    "start": cut * numel,
+                    "numel": numel,
+                }
+            )
+        index[name] = {"param": {"shape": list(shape), "dtype": "float32", "fragments": fragments}}
+    (folder / "index.json").write_text(json.dumps({"tensors": index}))
+    (folder / "state.json").write_text("{}")
+    for rank, header in enumerate(headers):
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / f"rank-{rank:05d}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + ends[rank])
+    return sum(ends)
+
+
+@pytest.mark.slow
+def test_shards_of_a_large_model_take_as_little(tmp_path: Path) -> None:
+    """114 billion parameters, of which the first and the last file are written: 0.6 of 227 GB."""
+    made_run(tmp_path / "run")
+    config = load_config(ROOT / "model_configs" / "cdrmix-core-40b.yaml")
+    shapes = parameter_shapes(
+        model_config(config, load_tokenizer(tmp_path / "run"), torch.bfloat16)
+    )
+    source = tmp_path / "sparse"
+    assert sparse_checkpoint(source, shapes) == 4 * count(config.model, 1).total_params
+    used = sum(512 * path.stat().st_blocks for path in source.iterdir())
+    assert used < 20 * 2**20, "holes"
+    out = tmp_path / "out"
+    taken = peak(source, out, elements=2**20, limit=650 * 10**6, places=(0, -1))
+    first, last = sorted(out.iterdir())
+    with safe_open(first, framework="pt") as file:
+        assert file.get_slice("model.embedding.weight").get_shape() == [50272, 6144]
+    with safe_open(last, framework="pt") as file:
+        assert "model.final_norm.weight" in file.keys()  # noqa: SIM118
+    assert first.stat().st_size > 600 * 10**6
+    assert taken < 64, "pieces of 4 MiB, where the embedding alone has 1178"
+
+
+def test_a_file_that_is_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    """Torch maps it privately and for writing, which counts as memory that may be needed."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+        pytest.skip("this machine maps anything")
+    sizes = re.findall(r"(?:MemTotal|SwapTotal): +(\d+) kB", Path("/proc/meminfo").read_text())
+    rows = sum(map(int, sizes)) * 1024 * 2 // _CUTS // 4 * _CUTS
+    sparse_checkpoint(tmp_path / "sparse", {"w": (rows, _CUTS)}, files=1)
+    with (
+        CheckpointFile(tmp_path / "sparse") as reader,
+        pytest.raises(StateError, match="may not be larger than memory and swap together"),
+    ):
+        reader.open_files()
