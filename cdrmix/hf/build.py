@@ -123,8 +123,7 @@ def _given_types_stay() -> Iterator[None]:
     DeepSpeed would make all tensors of floats in the type of the run, also the frequencies of
     rotary positions, which are float32 in any model (0.19.8, runtime/zero/partition_parameters.py).
     """
-    from deepspeed.runtime.zero import partition_parameters
-
+    partition_parameters = runtime.import_deepspeed().runtime.zero.partition_parameters
     original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
 
     def wrapper(
