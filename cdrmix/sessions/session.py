@@ -16,7 +16,6 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
-from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
@@ -173,9 +172,6 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     config = start.config
     plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
-    if config.model.kind == "hf":
-        base = Path(str(config.model.path))
-        runtime.together(lambda: check_tokenizer(corpus.manifest, base))
     topology = make_topology(plan.degrees)
     stage = Pretraining(config, plan, topology, corpus)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
