@@ -23,7 +23,7 @@ from tools.architecture import (
 WITHOUT_TORCH = ("planning", "cluster", "config", "log", "errors")
 SLOW_PACKAGES = ("torch", "deepspeed", "transformers")
 USERS_OF_DEEPSPEED = (
-    *("runtime", "models/moe", "parallel", "engines/loop", "checkpoint"),
+    *("runtime", "models/moe", "hf/build", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
 # log: what a terminal shows, below every other reader
