@@ -36,6 +36,7 @@ class Case:
         recompute: layers run again in the backward pass.
         precision: of the run.
         zero: changes of the profile's `zero_optimization`.
+        broken: fault to plant, by name.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Case:
     recompute: bool = False
     precision: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
+    broken: str = ""
 
     def __str__(self) -> str:
         parts = [self.family, self.profile, "recomputed" if self.recompute else ""]
@@ -146,6 +148,7 @@ def start(case: Case, folder: Path) -> Started:
     """This rank's engine with the weights of the folder; its process group is there."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.engines.loop import start_engine
+    from cdrmix.hf.family_check import check_family
     from cdrmix.parallel.apply import build_model, logical_name_in
     from cdrmix.parallel.topology import make_topology
 
@@ -154,6 +157,7 @@ def start(case: Case, folder: Path) -> Started:
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     engine_state.load_weights(engine, LoadedWeights(folder), logical_name_in(config.model))
+    check_family(engine.module)
     return Started(config, plan, topology, engine)
 
 

@@ -25,6 +25,7 @@ from cdrmix.sessions.preflight import check_start
 from tests.checkpoints import save_checkpoint
 from tests.conftest import TINY
 from tests.harness import ROOT
+from tests.hf_models import make_folder
 from tests.unit.data.token_folder import write_token_folder
 
 REASON = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
@@ -208,3 +209,23 @@ def test_a_start_is_checked_without_torch() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
     assert done.stderr.count("error: ") == 1
+
+
+def test_data_of_another_tokenizer_than_that_of_a_hugging_face_model(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "model", "llama", vocab_size=4096)
+    config = load_config(TINY)
+    model = {"kind": "hf", "path": str(folder)}
+
+    def of(path: Path | str) -> Config:
+        values = config.model_dump() | {"model": model, "data": {"path": str(path)}}
+        return Config.model_validate(values)
+
+    text = refusal(of(small_corpus), DataError)
+    assert "data.path: its tokens are of another tokenizer than the model's" in text
+    assert str(folder) in text
+    text = refusal(of("sample"), DataError)
+    assert text.startswith("data.path = sample: is built with a tokenizer of its own")
+    shutil.copyfile(small_corpus / "tokenizer.json", folder / "tokenizer.json")
+    check(of(small_corpus))
