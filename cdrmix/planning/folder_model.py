@@ -59,6 +59,7 @@ _NEMOTRON_BLOCKS: dict[str, Half] = {
 }
 _NEMOTRON_LISTS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", "nemotron_h")
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
 _WITH_NORMED_HEADS = ("qwen3", "qwen3_moe")
 # Buffers that some files hold beside the parameters, and layers that transformers passes over.
 _NO_PARAMETERS = re.compile(r"(\.inv_freq|\.e_score_correction_bias)$|^mtp\.")
@@ -166,7 +167,7 @@ def _read(model: ModelConfig, signature: object) -> FolderModel:
     _check_counts(model, values)
     if family == "qwen3_moe" and "moe_intermediate_size" not in given:
         values["moe_intermediate_size"] = _QWEN3_MOE_INNER
-    has_bias = bool(values["attention_bias"]) and family not in ("mistral", "mixtral")
+    has_bias = bool(values["attention_bias"]) and family in _WITH_ATTENTION_BIAS
     is_nemotron = family == "nemotron_h"
     expert_inner = shared_inner = 0
     if family in _WITH_EXPERTS and model.moe is not None:
@@ -178,7 +179,8 @@ def _read(model: ModelConfig, signature: object) -> FolderModel:
         is_known=family in TESTED_FAMILIES,
         model=model,
         layers=tuple(_layers(model, family, values)),
-        is_tied=bool(values["tie_word_embeddings"]),
+        # transformers has no ties of Nemotron-H, whatever config.json says
+        is_tied=bool(values["tie_word_embeddings"]) and not is_nemotron,
         has_query_bias=has_bias or family == "qwen2",
         has_output_bias=has_bias,
         has_normed_heads=family in _WITH_NORMED_HEADS,
