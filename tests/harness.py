@@ -75,10 +75,15 @@ class Request:
     world_size: int
     timeout_seconds: float
     folder: str
+    preloaded: tuple[str, ...] = ()
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    preloaded: Sequence[str] = (),
 ) -> list[Any]:
     """Run `fn(*args)` on each of `world_size` ranks and return their results in rank order.
 
@@ -87,13 +92,17 @@ def run_ranks(
         world_size: number of processes; each finds RANK, WORLD_SIZE and the like in os.environ.
         args: picklable, the same for every rank; so must results be.
         timeout: seconds until all ranks are stopped, the stacks of the busy ones shown.
+        preloaded: modules that the zygote imports before it forks these ranks and all later ones.
     Raises:
         RanksFailed: at the first rank that does not return; the others are stopped.
     """
     name = f"{fn.__module__}.{fn.__qualname__}"
     if "<" in name:
         raise ValueError(f"{name}: a rank can only import a function of module level")
-    request = Request(fn.__module__, fn.__qualname__, args, world_size, timeout, os.getcwd())
+    request = Request(
+        *(fn.__module__, fn.__qualname__, args, world_size, timeout, os.getcwd()),
+        preloaded=tuple(preloaded),
+    )
     outcomes = _zygote().ask(request)
     if any(outcome.kind != "result" for outcome in outcomes):
         raise RanksFailed(f"{name} on {world_size} ranks, time limit {timeout} s:", outcomes)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Span
 from cdrmix.checkpoint.weight_source import WeightSource
+from cdrmix.config.hugging_face import sizes_of_folder
 from cdrmix.config.schema import Config
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.planning.cluster import processes
@@ -76,8 +77,9 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
 
-def make_config(case: Case, folder: Path, *, has_experts: bool) -> Config:
+def make_config(case: Case, folder: Path) -> Config:
     """Configuration of a run from a folder."""
+    has_experts = "moe" in sizes_of_folder(folder)
     experts = {"moe": {"load_balance_weight": LOAD_BALANCE_WEIGHT}} if has_experts else {}
     training = {
         "max_steps": STEPS,
@@ -140,14 +142,14 @@ class Started:
     engine: Any
 
 
-def start(case: Case, folder: Path, *, has_experts: bool) -> Started:
+def start(case: Case, folder: Path) -> Started:
     """This rank's engine with the weights of the folder; its process group is there."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.engines.loop import start_engine
     from cdrmix.parallel.apply import build_model, logical_name_in
     from cdrmix.parallel.topology import make_topology
 
-    config = make_config(case, folder, has_experts=has_experts)
+    config = make_config(case, folder)
     plan = make_plan(case, config, runtime.world_size())
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
@@ -201,7 +203,7 @@ def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tup
             group["lr"] = learning_rate(step, training)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((float(nats) / valid, float(norm)))
+        found.append((nats.item() / valid, float(norm)))
     return found
 
 
@@ -216,7 +218,11 @@ def _plain_loss(model: Any, batch: dict[str, Tensor], config: Config) -> tuple[T
             options = {"output_router_logits": True} if moe else {}
             output = model(ids[here][None], use_cache=False, **options)
             nats = nats + F.cross_entropy(output.logits[0], labels[here], reduction="sum")
-            scores.append([layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits or ()] if moe else [])
+            scores.append(
+                [layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits or ()]
+                if moe
+                else []
+            )
     losses = []
     for logits in map(torch.cat, zip(*scores, strict=True)):
         assert moe is not None, "a dense model has no routers"

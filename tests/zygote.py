@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -64,14 +64,19 @@ class _Rank:
 def serve(requests: Connection) -> None:
     """Answer requests until the test process closes its end."""
     _die_with_parent()
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    num_threads = len(list(Path("/proc/self/task").iterdir()))
-    assert num_threads == 1, f"an import started {num_threads - 1} threads: forks would lack them"
+    _preload(_PRELOADED)
     with contextlib.suppress(EOFError):
         while True:
             request = pickle.loads(requests.recv_bytes())
+            _preload(request.preloaded)
             requests.send_bytes(pickle.dumps(_run(request, requests)))
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    assert num_threads == 1, f"an import started {num_threads - 1} threads: forks would lack them"
 
 
 def _run(request: Request, requests: Connection) -> list[Outcome]:

@@ -9,22 +9,22 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from cdrmix.checkpoint.files import FileRecord, digest, read_json, retried, write_json
 from cdrmix.checkpoint.fragments import Box
 from cdrmix.checkpoint.weight_folder import Piece, WeightFolder
-from cdrmix.config.hugging_face import CONFIG_FILE
+from cdrmix.config.hugging_face import BASE_FOLDER, CONFIG_FILE
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.safetensors_headers import RECORD_FILE, tensor_sizes, weight_files
 from cdrmix.data.folders import new_folder
 from cdrmix.errors import DataError, StateError
-from cdrmix.hf.weights import NameMap, map_names, skeleton
 
-# Folder in a run directory.
-BASE_FOLDER = "base"
+if TYPE_CHECKING:
+    from cdrmix.hf.weights import NameMap
+
 # What a model needs beside its weights; licences go where the model goes.
 _SMALL_FILES = (
     CONFIG_FILE,
@@ -66,6 +66,9 @@ class BaseWeights(WeightFolder):
                 not supported.
             DataError, StateError: if files are missing or damaged, or are of another model.
         """
+        # transformers takes seconds to import, which runs of RWKX-V do not wait for
+        from cdrmix.hf.weights import map_names, skeleton
+
         sizes = {name: size.shape for name, size in tensor_sizes(folder).items()}
         model = skeleton(folder, remote_code)
         self.family: str = model.config.model_type
@@ -144,7 +147,12 @@ def write_base_files(run_dir: Path, source: Path, digest_: str) -> None:
             shutil.copyfile(source / RECORD_FILE, folder / RECORD_FILE)
         else:
             tensors = {
-                name: {"dtype": size.dtype, "shape": size.shape, "file": size.file}
+                name: {
+                    "dtype": size.dtype,
+                    "shape": size.shape,
+                    "file": size.file,
+                    "bytes": size.num_bytes,
+                }
                 for name, size in tensor_sizes(source).items()
             }
             write_json(folder / RECORD_FILE, {"digest": digest_, "tensors": tensors})
@@ -158,21 +166,15 @@ def small_files(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def read_record(folder: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Digest of a base, and the shape of each tensor in its files, from what a run keeps.
-
-    Raises:
-        StateError: if the record is missing or damaged.
-    """
+def recorded_digest(folder: Path) -> str:
+    """Digest of the base of which `folder` is what a run keeps, hex. Raises StateError if it is
+    missing or damaged."""
     path = folder / RECORD_FILE
     try:
-        content: Any = read_json(path)
-        tensors = content["tensors"]
-        shapes = {str(name): tuple(map(int, each["shape"])) for name, each in tensors.items()}
-        return str(content["digest"]), shapes
+        return str(read_json(path)["digest"])
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise StateError(
             f"{path}: not what a run keeps of its base ({type(error).__name__}: {error}). Take it "
             "from a copy of the run directory"
@@ -206,3 +208,58 @@ def run_of(checkpoint: Path) -> Path | None:
     if parent.name == "checkpoints":
         return parent.parent
     return parent if (parent / BASE_FOLDER).is_dir() else None
+
+
+def recorded_base(state: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Folder and digest of the base of a run's adapters, from a checkpoint's state.json.
+
+    Raises:
+        StateError: if it tells none.
+    """
+    base = state.get("base")
+    if not isinstance(base, dict) or not isinstance(base.get("digest"), str):
+        raise StateError(
+            f"{checkpoint / 'state.json'}: tells no digest of the base of its adapters. Give a "
+            "checkpoint of a run with model.lora"
+        )
+    return base
+
+
+def refuse_other_base(recorded: Mapping[str, Any], digest_: str, folder: Path) -> None:
+    """Refuses a base that adapters were not trained on.
+
+    Args:
+        recorded: of the adapters, as `recorded_base` gives it.
+        digest_: of the base in `folder`, hex.
+    Raises:
+        StateError: if their digests differ.
+    """
+    if recorded["digest"] != digest_:
+        raise StateError(
+            f"{folder}: is not the base of these adapters: digest {digest_[:12]} here, "
+            f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Set model.path to "
+            "the folder that they were trained on"
+        )
+
+
+def base_of_adapters(
+    state: Mapping[str, Any], checkpoint: Path, remote_code: Sequence[str] = ()
+) -> BaseWeights:
+    """Opens the weights that a run's adapters were trained on, where the run has read them.
+
+    Args:
+        state: content of the checkpoint's state.json.
+        checkpoint: its folder, for messages.
+        remote_code: sha256 of Python files of the base that may run (hex).
+    Raises:
+        StateError: if the base is not there, or another one is.
+    """
+    recorded = recorded_base(state, checkpoint)
+    folder = Path(str(recorded.get("folder")))
+    if not folder.is_dir():
+        raise StateError(
+            f"{folder}: the base of the adapters in {checkpoint} is not there. Bring it back, or "
+            "resume the run with model.path, where the base is now"
+        )
+    refuse_other_base(recorded, digest_of_base(base_records(folder)), folder)
+    return BaseWeights(folder, remote_code)

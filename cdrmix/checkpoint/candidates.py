@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.checkpoint.files import MANIFEST_FILE, retried, save_number
-from cdrmix.config.resuming import changes_between
+from cdrmix.config.resuming import changes_between, rule_of
 from cdrmix.config.schema import Config
 from cdrmix.errors import NoUsableStateError, StateError
 
@@ -83,7 +83,11 @@ def nothing_to_resume(resume: str) -> StateError:
 def check_same_model(checkpoint: Path, saved: dict[str, Any], config: Config) -> None:
     """Raises StateError if a checkpoint's configuration, `saved`, is of another model."""
     changes = changes_between(saved, config.model_dump(mode="json"))
-    model = [f"{key}: {old} -> {new}" for key, old, new in changes if key.startswith("model.")]
+    model = [
+        f"{key}: {old} -> {new}"
+        for key, old, new in changes
+        if key.startswith("model.") and rule_of(key).kind != "free"
+    ]
     if model:
         raise StateError(
             f"{checkpoint}: was trained with another model. Changed: "

@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.base_model import base_folder, run_of
 from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import read_json
@@ -27,7 +28,7 @@ from cdrmix.data.shards import read_manifest
 from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
-from cdrmix.planning.counts import count
+from cdrmix.planning.counts import trained_params
 
 logger = get_logger(__name__)
 
@@ -45,9 +46,11 @@ def checkpoint_place(source: Path, which: str) -> Path:
     if which == "last":
         return source
     _refuse_data_set(source)
+    if not source.is_dir():
+        raise StateError(f"{source}: there is no such folder. Give a run directory")
     root = source / "checkpoints"
     wanted = "the best checkpoint" if which == "best" else f"step {which}"
-    if not root.is_dir() and source.is_dir():
+    if not root.is_dir():
         raise StateError(
             f"{source}: has no checkpoints folder to look for {wanted} in. Give the run directory, "
             "or this checkpoint without --checkpoint"
@@ -60,8 +63,7 @@ def checkpoint_place(source: Path, which: str) -> Path:
     folder = root / which
     if folder.is_dir():
         return folder
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    steps = sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
+    steps = sorted(int(path.name) for path in root.iterdir() if re.fullmatch(r"\d+", path.name))
     there = f"has checkpoints of steps {', '.join(map(str, steps))}" if steps else "has none"
     raise StateError(f"{source}: has no checkpoint of step {which}; it {there}. Try last")
 
@@ -135,11 +137,17 @@ def config_of(reader: CheckpointFile) -> Config:
             f"{path}: its configuration is not one of this version: {error}. Use the version "
             "that environment.json of its run directory names"
         ) from error
+    if config.model.kind == "hf":
+        # In the place of a folder that may have gone, or be another by now.
+        folder = base_folder(config.model, run_of(reader.path))
+        model = config.model.model_copy(update={"path": str(folder)})
+        config = config.model_copy(update={"model": model})
     # Checked before a model is made: a configuration of terabytes would take all memory.
     names = reader.names()
     sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
     available = sum(map(torch.Size.numel, sizes))
-    needed = count(config.model, 1).total_params
+    # of adapters alone: the frozen rest is in the folder of the base
+    needed = trained_params(config.model)
     if needed > available:
         raise StateError(
             f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "

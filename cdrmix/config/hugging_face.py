@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+# Folder of a run directory with config.json and other small files of the model that it began with.
+BASE_FOLDER = "base"
 # A config.json has a few kilobytes; one with lists of many layers, some hundred.
 _MAX_BYTES = 2**24
 # Families whose layers, losses and packing are tested; others must pass a check at their start.

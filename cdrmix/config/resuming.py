@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from cdrmix.config.hugging_face import BASE_FOLDER, CONFIG_FILE
 from cdrmix.config.load import (
     ABSENT,
     LAYOUT,
@@ -107,6 +108,9 @@ _RULES = {
     "training.activation_checkpointing": _FREE,
     "training.sequence_checkpoint_tokens": _FREE,
     "training.memory_share": _FREE,
+    # Another base is told by its config.json, and that of adapters by its digest.
+    "model.path": Rule("free", "the folder may move; another model is refused"),
+    "model.remote_code": _FREE,
     # Another data set is told by its digest, and refused by the ranks.
     "data": _FREE,
     "data.path": Rule("free", "the data set may move; another one is refused"),
@@ -321,11 +325,25 @@ def _own(run_dir: Path | None, resume: str) -> _Own | None:
     if run is not None and (run / SNAPSHOT).is_file():
         values = parse_yaml(_text(run / SNAPSHOT), place=str(run / SNAPSHOT))
         if isinstance(values, dict):
-            return _Own(values, run / SNAPSHOT, stage)
+            return _Own(_with_kept_base(values, run), run / SNAPSHOT, stage)
     # a checkpoint that was copied out of its run, or a run that has lost its snapshot
     if newest is not None and isinstance(newest.values.get("config"), dict):
         return _Own(newest.values["config"], newest.path, stage)
     return None
+
+
+def _with_kept_base(values: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Values that name what a run keeps of its Hugging Face model where the folder has gone.
+
+    That is enough for a model that is trained whole: its checkpoints hold all weights.
+    """
+    model = values.get("model")
+    if not isinstance(model, dict) or model.get("kind") != "hf" or model.get("lora") is not None:
+        return values
+    kept = run / BASE_FOLDER
+    if (Path(str(model.get("path"))) / CONFIG_FILE).exists() or not (kept / CONFIG_FILE).exists():
+        return values
+    return {**values, "model": {**model, "path": str(kept.absolute())}}
 
 
 def _text(path: Path) -> str:

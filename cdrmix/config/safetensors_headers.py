@@ -19,8 +19,7 @@ from cdrmix.errors import DataError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Among the small files of a base that a run keeps: its digest, and names, types and shapes of the
-# tensors in its files.
+# What a run keeps of its base in the place of the weights: their names, types and shapes.
 RECORD_FILE = "weights.json"
 # A header has about 150 bytes for each tensor: this is room for a million of them.
 _MAX_HEADER_BYTES = 2**28
@@ -49,10 +48,14 @@ class TensorSize:
 def tensor_sizes(folder: Path) -> dict[str, TensorSize]:
     """Sizes of all tensors of a model's folder by their names there, in the order of the files.
 
+    The folder may be what a run keeps of its base, which tells the sizes and holds no weights.
+
     Raises:
         DataError: if the folder holds no safetensors files, its index and files disagree, or a file
             is damaged or cut off, by its size.
     """
+    if (folder / RECORD_FILE).is_file():
+        return _recorded(folder / RECORD_FILE)
     sizes: dict[str, TensorSize] = {}
     for file in weight_files(folder):
         for name, size in read_header(folder / file).items():
@@ -134,6 +137,24 @@ def _sizes(header: dict[str, Any], file: str) -> tuple[dict[str, TensorSize], in
         sizes[name] = TensorSize(shape, entry["dtype"], file, num_bytes)
         position = end
     return sizes, position
+
+
+def _recorded(path: Path) -> dict[str, TensorSize]:
+    """Sizes from the record of a run's base."""
+    try:
+        return {
+            str(name): TensorSize(
+                tuple(map(int, each["shape"])), str(each["dtype"]), str(each["file"]), each["bytes"]
+            )
+            for name, each in json.loads(path.read_bytes())["tensors"].items()
+        }
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not what a run keeps of its base ({type(error).__name__}: {error}). Take it "
+            "from a copy of the run directory"
+        ) from error
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

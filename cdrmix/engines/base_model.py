@@ -14,6 +14,8 @@ from cdrmix.checkpoint.base_model import (
     base_folder,
     base_records,
     digest_of_base,
+    recorded_base,
+    refuse_other_base,
     run_of,
 )
 from cdrmix.checkpoint.store import FoundCheckpoint
@@ -23,7 +25,8 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import JsonObject, Start
 from cdrmix.engines.training_data import check_same
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError
+from cdrmix.hf.family_check import check_family
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.log import get_logger
 
@@ -33,23 +36,43 @@ logger = get_logger(__name__)
 def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None:
     """Gives a fresh engine the weights of the base, unless a checkpoint holds all; collective.
 
-    Raises as `load_base` does, and StateError if the base of the checkpoint's run is unknown.
+    Raises as `load_base` and `check_family` do, and StateError if the base of the checkpoint's run
+    is unknown.
     """
     model = start.config.model
     run_dir = None
     if checkpoint is None:
         start.base = load_base(start.config, engine)
+        check_family(engine.module)
     else:
-        start.base = state_of(checkpoint).get("base")
+        state = state_of(checkpoint)
+        start.base = state.get("base")
         run_dir = run_of(checkpoint.path)
+        if model.lora is not None:  # it holds adapters alone
+            expected = recorded_base(state, checkpoint.path)
+            start.base = load_base(start.config, engine, expected=expected)
     start.base_files = base_folder(model, start.directory.path, run_dir)
+    runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), start.base_files))
 
 
-def load_base(config: Config, engine: Any) -> JsonObject:
+def _refuse_other(folder: Path, kept: Path | None) -> None:
+    """Raises StateError if the model of a resumed run is made by another config.json than before:
+    the weights of a checkpoint may fit it by their shapes and mean something else."""
+    if kept is not None and _text(folder / CONFIG_FILE) != _text(kept / CONFIG_FILE):
+        raise StateError(
+            f"model.path = {folder}: its {CONFIG_FILE} is not that of the run, {kept}. Give the "
+            "folder that the run began with, or start in a new run directory"
+        )
+
+
+def load_base(config: Config, engine: Any, *, expected: JsonObject | None = None) -> JsonObject:
     """Reads the weights of the folder `model.path` into a fresh engine; collective.
 
     Each rank reads what it owns, whatever the layout. Adapters keep their initial values.
 
+    Args:
+        config, engine: of this start.
+        expected: the base of a checkpoint's adapters, and no other one is read; None: any.
     Returns:
         Folder, digest and family of the base, for the records of a run.
     Raises:
@@ -59,6 +82,8 @@ def load_base(config: Config, engine: Any) -> JsonObject:
     model = config.model
     folder = Path(str(model.path))
     digest = verified_digest(folder)
+    if expected is not None:
+        refuse_other_base(expected, digest, folder)
     with runtime.together(lambda: BaseWeights(folder, model.remote_code)) as weights:
         runtime.first_rank_does(weights.check_tied)
         names = [logical_name(name) for name, _ in engine.module.named_parameters()]
@@ -100,8 +125,12 @@ def verified_digest(folder: Path) -> str:
 
 def _outline(folder: Path) -> str:
     """sha256 over config.json and the headers of the weights, hex."""
-    try:
-        text = (folder / CONFIG_FILE).read_bytes()
-    except OSError as error:
-        raise DataError(f"{folder / CONFIG_FILE}: cannot be read: {error.strerror}") from error
+    text = _text(folder / CONFIG_FILE)
     return hashlib.sha256(text + repr(sorted(tensor_sizes(folder).items())).encode()).hexdigest()
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error

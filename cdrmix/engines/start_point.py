@@ -82,6 +82,13 @@ def kind_of(path: Path) -> Kind:
     if not path.is_dir():
         raise _wrong(path, "there is no such folder")
     if (path / EXPORT_MANIFEST).is_file() or (path / "config.json").is_file():
+        model_type = _content(path / "config.json").get("model_type")
+        if model_type != _MODEL_TYPE:
+            raise _wrong(
+                path,
+                f"is a model of type {model_type}, and weights are taken from exports of CDRmix "
+                "in the format hf alone",
+            )
         return "export"
     try:
         read_manifest(path)
@@ -121,14 +128,8 @@ def of_checkpoint(path: Path) -> StartPoint:
 
 
 def of_export(path: Path) -> StartPoint:
-    """Describes an exported folder. Raises StateError if it is of another format, or damaged."""
+    """Describes an exported folder. Raises StateError if its files do not."""
     config = _content(path / "config.json")
-    if config.get("model_type") != _MODEL_TYPE:
-        raise _wrong(
-            path,
-            f"is a model of type {config.get('model_type')}, and weights are taken from exports of "
-            "CDRmix in the format hf alone",
-        )
     metadata = _content(path / "training_metadata.json")
     stored = stored_tensors(path)
     try:

@@ -12,6 +12,7 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.base_model import base_of_adapters
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.trained_run import (
@@ -29,9 +30,11 @@ from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
+from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Backbone, logical_name
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
+from cdrmix.parallel.apply import frozen_in, logical_name_in
 
 logger = get_logger(__name__)
 
@@ -41,14 +44,14 @@ class TrainedModel:
     """Model, resolved configuration and tokenizer of one checkpoint.
 
     Attributes:
-        model: the whole backbone, float32, evaluation mode.
+        model: the whole model, float32, evaluation mode.
         tokenizer_digest: sha256 of the tokenizer's file, hex.
         checkpoint: folder of the checkpoint, verified.
         step: optimizer steps of the training.
     """
 
     config: Config
-    model: Backbone
+    model: Backbone | HuggingFaceModel
     tokenizer: Tokenizer
     tokenizer_digest: str
     checkpoint: Path
@@ -61,20 +64,42 @@ def load_trained(source: Path) -> TrainedModel:
     Args:
         source: a run directory or a checkpoint.
     Raises:
-        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong.
+        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong, or
+            the base of its adapters is not there.
     """
     newest = newest_checkpoint(source)
     with CheckpointFile(newest.path) as reader:
         config = config_of(reader)
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
-        # Made on the device: a large model need not fit into the host's memory.
-        with torch.device(runtime.device()):
-            model = Backbone(config.model)
+        model = _without_weights(config)
+        name = logical_name_in(config.model)
+        if config.model.lora is not None:
+            with base_of_adapters(reader.state, newest.path, config.model.remote_code) as base:
+                engine_state.fill_module(model, base, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
-        engine_state.load_module(model, reader, logical_name, others=stage_b)
+        frozen = frozen_in(config.model)
+        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=frozen)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
+
+
+def _without_weights(config: Config) -> Backbone | HuggingFaceModel:
+    """Makes the model of a checkpoint on the device: a large one need not fit into the host's
+    memory."""
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.hf.build import build_causal
+        from cdrmix.hf.lora import add_adapters
+
+        training = config.training.model_copy(update={"precision": "fp32"})
+        whole = config.model_copy(update={"training": training})
+        causal = build_causal(whole, None, folder=Path(str(config.model.path)))
+        if config.model.lora is not None:
+            causal = add_adapters(causal, config.model.lora, seed=config.training.seed)
+        return HuggingFaceModel(causal, config.model)
+    with torch.device(runtime.device()):
+        return Backbone(config.model)
 
 
 def continue_text(

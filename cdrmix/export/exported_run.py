@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -32,10 +33,13 @@ from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import StateError
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.hugging_face import PREFIX, model_config, parameter_shapes, small_files
+from cdrmix.export.hugging_face_run import HuggingFaceRun, weights_of
 from cdrmix.export.manifest import write_export_manifest
+from cdrmix.export.peft_adapter import AdapterExport
 from cdrmix.export.provenance import metadata_text, model_card, training_metadata
 from cdrmix.export.weights import write_weights
 
+Format = Literal["hf", "peft"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,9 +68,28 @@ class _Source:
     tokenizer_digest: str
     left_out: list[str]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the exported weights."""
+        return _DTYPES[self.config.training.precision]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the exported weights."""
+        return self.num_parameters * self.dtype.itemsize
+
 
 def export_run(
-    source: Path, out: Path, *, checkpoint: str = "last", max_shard_bytes: int = 5 * 10**9
+    source: Path,
+    out: Path,
+    *,
+    checkpoint: str = "last",
+    form: Format = "hf",
+    max_shard_bytes: int = 5 * 10**9,
 ) -> Exported:
     """Writes a checkpoint of a run as a folder for transformers, in the run's own precision.
 
@@ -75,6 +98,7 @@ def export_run(
         out: folder to make; it must not exist.
         checkpoint: `last`, the newest that verifies; `best`, that with the lowest held-out loss;
             or the step of one in the run directory.
+        form: `hf`, the whole model, with adapters merged into its weights; `peft`, adapters alone.
         max_shard_bytes: most bytes of tensors in one file.
     Raises:
         StateError: if there is no such checkpoint, it is damaged or of another model, or `out`
@@ -91,8 +115,8 @@ def export_run(
         )
     try:
         with CheckpointFile(found.path) as reader:
-            described = _describe(found, reader)
-            _check_room(out, described)
+            described = _describe(found, reader, form)
+            _check_room(out, described.num_bytes)
             lock = out.parent / f".{out.name}.lock"
             with locked(lock, blocking=False) as is_ours:
                 if not is_ours:
@@ -121,9 +145,15 @@ def _refuse_existing(out: Path) -> None:
         raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
 
 
-def _describe(found: FoundCheckpoint, reader: CheckpointFile) -> _Source:
+def _describe(
+    found: FoundCheckpoint, reader: CheckpointFile, form: Format
+) -> _Source | HuggingFaceRun | AdapterExport:
     """Reads all but the tensors, and checks that they are those of the exported model."""
     config = config_of(reader)
+    if form == "peft":
+        return AdapterExport(found, reader, config)
+    if config.model.kind == "hf":
+        return HuggingFaceRun(found, reader, config, weights_of(reader, config))
     folder, tokenizer_digest = tokenizer_of(found.path, reader.state, config)
     tokenizer: Tokenizer = load_tokenizer(folder)
     hf_config = model_config(config, tokenizer, _DTYPES[config.training.precision])
@@ -134,10 +164,8 @@ def _describe(found: FoundCheckpoint, reader: CheckpointFile) -> _Source:
     return _Source(found, config, hf_config, shapes, folder, tokenizer_digest, list(parts))
 
 
-def _check_room(out: Path, described: _Source) -> None:
-    """Refuses what the disk cannot hold, before anything is written."""
-    needed = sum(map(math.prod, described.shapes.values()))
-    needed *= _DTYPES[described.config.training.precision].itemsize
+def _check_room(out: Path, needed: int) -> None:
+    """Refuses what the disk cannot hold, before anything is written; `needed` bytes."""
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -148,12 +176,43 @@ def _check_room(out: Path, described: _Source) -> None:
 
 
 def _write(
-    folder: Path, reader: CheckpointFile, described: _Source, max_shard_bytes: int
+    folder: Path,
+    reader: CheckpointFile,
+    described: _Source | HuggingFaceRun | AdapterExport,
+    max_shard_bytes: int,
 ) -> Exported:
     """Writes all files, read-only, into a folder that has not got its name yet."""
-    dtype = _DTYPES[described.config.training.precision]
-    dtype_name = str(dtype).removeprefix("torch.")
-    num_parameters = sum(map(math.prod, described.shapes.values()))
+    left_out: list[str] = []
+    if isinstance(described, AdapterExport):
+        records = described.write(folder)
+    elif isinstance(described, HuggingFaceRun):
+        records = described.write(folder, max_shard_bytes=max_shard_bytes)
+    else:
+        records = _write_ours(folder, reader, described, max_shard_bytes)
+        left_out = described.left_out
+    manifest = write_export_manifest(folder, records)
+    for file in folder.rglob("*"):
+        if file.is_dir():  # of a model's own code
+            file.chmod(0o555)
+            continue
+        file.chmod(0o444)
+    sync(folder)
+    return Exported(
+        step=described.checkpoint.step,
+        num_parameters=described.num_parameters,
+        dtype=str(described.dtype).removeprefix("torch."),
+        num_files=len(records) + 1,
+        num_bytes=sum(record["bytes"] for record in records.values()) + manifest["bytes"],
+        manifest_digest=manifest["sha256"],
+        left_out=tuple(left_out),
+    )
+
+
+def _write_ours(
+    folder: Path, reader: CheckpointFile, described: _Source, max_shard_bytes: int
+) -> dict[str, FileRecord]:
+    """Writes all files but the manifest of a model of ours."""
+    dtype = described.dtype
     names = {PREFIX + name: name for name in described.shapes}
     records: dict[str, FileRecord] = dict(
         write_weights(folder, reader, names, dtype=dtype, max_shard_bytes=max_shard_bytes)
@@ -171,20 +230,11 @@ def _write(
     texts = small_files(described.hf_config, described.tokenizer)
     texts["training_metadata.json"] = metadata_text(metadata)
     texts["README.md"] = model_card(
-        metadata, described.config, num_parameters=num_parameters, dtype=dtype_name
+        metadata,
+        described.config,
+        num_parameters=described.num_parameters,
+        dtype=str(dtype).removeprefix("torch."),
     )
     for name, text in texts.items():
         records[name] = write_text(folder / name, text)
-    manifest = write_export_manifest(folder, records)
-    for file in folder.iterdir():
-        file.chmod(0o444)
-    sync(folder)
-    return Exported(
-        step=described.checkpoint.step,
-        num_parameters=num_parameters,
-        dtype=dtype_name,
-        num_files=len(records) + 1,
-        num_bytes=sum(record["bytes"] for record in records.values()) + manifest["bytes"],
-        manifest_digest=manifest["sha256"],
-        left_out=tuple(described.left_out),
-    )
+    return records

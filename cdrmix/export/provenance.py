@@ -100,7 +100,7 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         pipeline_tag="text-generation",
         tags=["custom_code", "rwkv", "cdrmix"],
         model_name=metadata["name"],
-        eval_results=_eval_results(metadata) or None,
+        eval_results=evaluations(metadata) or None,
     )
     model = config.model
     kinds = model.layer_kinds()
@@ -118,7 +118,7 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         f"* trained on sequences of {config.training.sequence_length:,} tokens, vocabulary "
         f"{model.vocab_size:,}",
         "",
-        *_result_lines(metadata["metrics"]),
+        *result_lines(metadata["metrics"]),
         "## Use",
         "",
         "```python",
@@ -146,7 +146,7 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
 
 
-def _eval_results(metadata: dict[str, Any]) -> list[EvalResult]:
+def evaluations(metadata: dict[str, Any]) -> list[EvalResult]:
     """The final evaluation, as the Hub's index of models has it."""
     held_out = metadata["metrics"].get("held_out", {})
     return [
@@ -162,7 +162,8 @@ def _eval_results(metadata: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _result_lines(metrics: dict[str, Any]) -> list[str]:
+def result_lines(metrics: dict[str, Any]) -> list[str]:
+    """Lines of a model card with the final evaluation; none without one."""
     held_out = metrics.get("held_out", {})
     if "loss" not in held_out:
         return []

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cdrmix import runtime
+from cdrmix.config.base_checks import runs_own_code
 from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 from cdrmix.hf.lora import add_adapters
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
@@ -34,6 +37,8 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
     Args:
         config, plan: of this start.
         folder: with config.json; None: `model.path`.
+    Raises:
+        ConfigError: on every rank, if its layers cannot be recomputed, or it has no usual head.
     """
     causal = build_causal(config, plan, folder=folder or Path(str(config.model.path)))
     model = causal
@@ -41,13 +46,20 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
         # before recomputation, for which peft would have gradients of the embeddings computed
         model = add_adapters(causal, config.model.lora, seed=config.training.seed)
     if plan.activation_checkpointing:
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not causal.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"training.activation_checkpointing = true: layers of {type(causal).__name__} "
+                "cannot be recomputed. Try false"
+            )
+        causal.activation_checkpointing_enable({"use_reentrant": False})
     return HuggingFaceModel(model, config.model)
 
 
-def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
-    """Builds transformers' own module, partitioned where the plan has ZeRO-3."""
-    remote = bool(config.model.remote_code)
+def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
+    """Builds transformers' own module, partitioned where the plan has ZeRO-3; None: whole."""
+    if runtime.rank() != 0:  # its advice is the same on all ranks
+        transformers.logging.set_verbosity_error()
+    remote = runs_own_code(folder, config.model.remote_code)
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
     dtype = _DTYPES[config.training.precision]
     make = partial(
@@ -59,7 +71,7 @@ def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(initialization.no_init_weights())
-        if plan.zero_stage == 3:
+        if plan is not None and plan.zero_stage == 3:
             # Once without memory, for its imports: a class that is made inside of zero.Init would
             # lose on leaving it what a decorator did to its constructor (0.19.8).
             with torch.device("meta"):
@@ -70,6 +82,11 @@ def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
             stack.enter_context(zero.Init(config_dict_or_path=plan.deepspeed))
         with torch.device(runtime.device()):
             causal = make()
+    if causal.get_output_embeddings() is None:
+        raise ConfigError(
+            f"model.path: {folder}: {type(causal).__name__} has no head of the usual kind, a "
+            "linear layer behind the last hidden states"
+        )
     causal.tie_weights()  # left out where no values are made
     _keep_float32(causal)
     return causal

@@ -113,11 +113,13 @@ def add_adapters(causal: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel
     with warnings.catch_warnings():
         # peft compares patterns with names of linear layers alone, and these are of parameters
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+        # and asks transformers for a property by its old name
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
         # DeepSpeed keeps the float32 masters of all that trains
         model = peft.get_peft_model(causal, _settings(lora, chosen), autocast_adapter_dtype=False)
     _check_wrapped(model, chosen)
     _set_initial_values(model, seed)
-    _let_wrappers_gather(model)
+    _fit_to_zero3(model, causal)
     # a model on the meta device is made for its names alone
     if runtime.rank() == 0 and not next(model.parameters()).is_meta:
         _report(shares, model)
@@ -324,26 +326,24 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)[:_NEAR_NAMES])
 
 
-def _let_wrappers_gather(model: PeftModel) -> None:
-    """Tells ZeRO-3 which parameters a wrapper of experts reads though they are other modules'.
-
-    Without it DeepSpeed notices in an engine's forward pass alone, and an evaluation may come
-    before that.
-    """
+def _fit_to_zero3(model: PeftModel, causal: Any) -> None:
+    """Tells ZeRO-3 what it cannot see where a base is frozen and experts are wrapped."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return
+    # DeepSpeed partitions a module's weights again as soon as the gradients of its inputs are
+    # there. With inputs that need none, of the first layer, that would be before its own backward
+    # pass (0.19.8).
+    causal.enable_input_require_grads()
+    # A wrapper reads parameters of other modules, which DeepSpeed notices in an engine's forward
+    # pass alone, and an evaluation may come before that.
     zero = runtime.import_deepspeed().zero
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             inner: Any = module
-            read = [
-                inner.get_param(),
-                *(layer.weight for layer in inner.lora_A.values()),
-                *(layer.weight for layer in inner.lora_B.values()),
-            ]
-            for parameter in read:
+            factors = (*inner.lora_A.values(), *inner.lora_B.values())
+            for parameter in (inner.get_param(), *(factor.weight for factor in factors)):
                 zero.register_external_parameter(module, parameter)
 
 

@@ -141,6 +141,8 @@ class HuggingFaceModel(nn.Module):
             # The default makes a cache, and with one all documents of a row would see each other.
             output = self._decoder(ids, use_cache=False, **options)
             statistics = self.routing.statistics()
+        if not torch.is_grad_enabled():
+            self.documents.spans = None
         hidden = output.last_hidden_state
         return Output(hidden.view(*input_ids.shape, hidden.shape[-1]), statistics, None)
 

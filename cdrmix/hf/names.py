@@ -22,4 +22,4 @@ def logical_name(name: str) -> str:
     bare = _PREFIX.sub("", name, count=1)
     if is_adapter(bare):
         return _ADAPTER.sub(r".\1.", bare).removesuffix(".")
-    return bare.replace(".base_layer.", ".")
+    return bare.replace(".base_layer", "")

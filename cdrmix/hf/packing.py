@@ -57,7 +57,7 @@ def flash_attention_boundaries(spans: list[Span], device: torch.device) -> dict[
 class Documents:
     """Documents of the batch that a model works on; None: each row is one.
 
-    They are kept for the backward pass, in which layers may run again.
+    They stay for the backward pass, in which layers may run again.
     """
 
     def __init__(self) -> None:

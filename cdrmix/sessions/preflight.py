@@ -29,6 +29,7 @@ from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.sample import sample_folder
 from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
@@ -117,6 +118,15 @@ def _data_problems(config: Config) -> list[TrainingError]:
             )
         ]
     folder = Path(path)
+    base = Path(config.model.path) if config.model.path is not None else None
+    if path == SAMPLE and base is not None:
+        return [
+            DataError(
+                "data.path = sample: is built with a tokenizer of its own, and not with that of "
+                f"{base}. Build a data set with tokenizer.path: {base} in its recipe (cdrmix data "
+                "build)"
+            )
+        ]
     if path == SAMPLE:
         folder = sample_folder(config.model.vocab_size)
         if not folder.exists():  # the first run builds it
@@ -126,6 +136,9 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
+        if base is not None and base.is_dir():
+            with _noted(found):
+                check_tokenizer(manifest, base)
         for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):

@@ -21,6 +21,7 @@ from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
+from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
@@ -72,6 +73,7 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         window_tokens = stage_b.training.window_tokens or training.sequence_length
         lessons = Lessons(stage_b.training, training.seed, window_tokens, trained.tokenizer)
         marks = lessons.marks
+        assert isinstance(trained.model, Backbone), "a Hugging Face model has no Stage B"
         reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)
         reader.to(trained.model.device)
         engine_state.load_module(reader, checkpoint, reader_logical_name)
