@@ -30,7 +30,10 @@ _EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 48}
 # Class of the configuration, and what it takes beside `_COMMON`.
 _MADE_BY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_LAYERS, "intermediate_size": 64}),
-    "mistral": ("MistralConfig", {**_LAYERS, "intermediate_size": 64}),
+    "mistral": (
+        "MistralConfig",
+        {**_LAYERS, "intermediate_size": 64, "sliding_window": 8},  # shorter than samples
+    ),
     "qwen2": ("Qwen2Config", {**_LAYERS, "intermediate_size": 64}),
     "qwen3": ("Qwen3Config", {**_LAYERS, "intermediate_size": 64}),
     "mixtral": ("MixtralConfig", {**_LAYERS, **_EXPERTS, "num_local_experts": _NUM_EXPERTS}),

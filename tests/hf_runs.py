@@ -146,6 +146,7 @@ def start(case: Case, folder: Path) -> Started:
     """This rank's engine with the weights of the folder; its process group is there."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.engines.loop import start_engine
+    from cdrmix.hf.family_check import check_family
     from cdrmix.parallel.apply import build_model, logical_name_in
     from cdrmix.parallel.topology import make_topology
 
@@ -154,6 +155,7 @@ def start(case: Case, folder: Path) -> Started:
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     engine_state.load_weights(engine, LoadedWeights(folder), logical_name_in(config.model))
+    check_family(engine.module)
     return Started(config, plan, topology, engine)
 
 

@@ -18,7 +18,6 @@ from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
-from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
@@ -75,9 +74,6 @@ def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
         path = built or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
-        # A run that goes on has its weights in the checkpoint: the folder may be gone.
-        if model.kind == "hf" and Path(str(model.path)).is_dir():
-            check_tokenizer(manifest, Path(str(model.path)))
         if runtime.rank() == 0:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
         # Every rank verifies a part: digests of a large data set take one rank too long.

@@ -63,25 +63,21 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
     dtype = _DTYPES[config.training.precision]
     make = partial(
-        AutoModelForCausalLM.from_config,
-        settings,
-        dtype=dtype,
-        attn_implementation=_attention(config),
-        trust_remote_code=remote,
+        AutoModelForCausalLM.from_config, settings, dtype=dtype, trust_remote_code=remote
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(initialization.no_init_weights())
+        # Once without memory, for its class, and for its imports: a class that is made inside of
+        # zero.Init would lose on leaving it what a decorator did to its constructor (0.19.8).
+        with torch.device("meta"):
+            attention = _attention(config, make())
         if plan is not None and plan.zero_stage == 3:
-            # Once without memory, for its imports: a class that is made inside of zero.Init would
-            # lose on leaving it what a decorator did to its constructor (0.19.8).
-            with torch.device("meta"):
-                make()
             stack.enter_context(_given_types_stay())
             zero = runtime.import_deepspeed().zero
             # the type is that of the settings: one given here would be bf16 on CPUs (0.19.8)
             stack.enter_context(zero.Init(config_dict_or_path=plan.deepspeed))
         with torch.device(runtime.device()):
-            causal = make()
+            causal = make(attn_implementation=attention)
     if causal.get_output_embeddings() is None:
         raise ConfigError(
             f"model.path: {folder}: {type(causal).__name__} has no head of the usual kind, a "
@@ -92,12 +88,16 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
     return causal
 
 
-def _attention(config: Config) -> str:
-    """Name of the attention for these devices, with the reason in the log."""
-    if runtime.use_cpu():
+def _attention(config: Config, model: nn.Module) -> str:
+    """Name of a model's attention for these devices, with the reason in the log."""
+    if not getattr(model, "_supports_sdpa", False):
+        name, why = "eager", f"{type(model).__name__} has no faster one"
+    elif runtime.use_cpu():
         name, why = "sdpa", "on CPUs"
     elif config.training.precision == "fp32":
         name, why = "sdpa", "FlashAttention has no float32"
+    elif not getattr(model, "_supports_flash_attn", False):
+        name, why = "sdpa", f"{type(model).__name__} has no FlashAttention"
     elif not is_flash_attn_2_available():
         name, why = "sdpa", "flash-attn is not installed"
     else:

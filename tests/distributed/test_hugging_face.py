@@ -38,10 +38,16 @@ CASES = [
     Case("llama-tied", profile="zero3"),
     Case("qwen3", profile="zero3_offload"),
     Case("qwen3", profile="zero1", recompute=True),
+    Case("qwen2", profile="zero2"),
+    Case("mistral", profile="zero3"),
     Case("mixtral", profile="zero2", recompute=True),
     Case("mixtral", profile="zero3"),
+    Case("qwen3_moe", profile="zero2"),
     Case("nemotron_h", profile="zero2_offload"),
     Case("nemotron_h", profile="zero3", recompute=True),
+    # Not tested elsewhere: its check runs in the engine, before training.
+    Case("olmo2", profile="zero2"),
+    Case("olmo2", profile="zero3"),
 ]
 
 

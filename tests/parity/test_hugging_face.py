@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import ConfigError
 from cdrmix.hf.family_check import check_family
 from cdrmix.hf.model import HuggingFaceModel
@@ -26,6 +27,8 @@ TOLERANCE = 1e-5
 NOTICED = 1e-2
 # One of each kind of layer: attention, that with norms of its own, experts, Mamba.
 KINDS = ("llama", "qwen3", "mixtral", "nemotron_h")
+# All tested families are packed; the others have the layers of one of these.
+PACKED = (*KINDS, "llama-tied", "mistral", "qwen2", "qwen3_moe")
 # Rows with different numbers of documents, some of one token.
 LENGTHS = ((7, 12, 5), (1, 9, 1, 13), (24,))
 
@@ -78,7 +81,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", PACKED)
 def test_packed_documents_are_apart(
     family: str, recompute: bool, folders: Any, ids: Tensor, segments: Tensor
 ) -> None:
@@ -166,6 +169,10 @@ def test_flash_attention_is_told_of_the_documents(
         found = model.logits(model(ids, segment_ids=segments).hidden)
     assert distance(leaking, expected) > NOTICED
     assert distance(found, expected) < TOLERANCE
+
+
+def test_every_tested_family_is_packed() -> None:
+    assert {family.removesuffix("-tied") for family in PACKED} == set(TESTED_FAMILIES)
 
 
 def test_documents_are_found_by_their_positions(segments: Tensor) -> None:
