@@ -158,7 +158,7 @@ def test_a_start_is_refused_within_seconds(
     monkeypatch.setattr(launch_plan, "available_memory_gib", lambda: 24.0)
     path = tmp_path / "run.yaml"
     path.write_text(make_config(large).model_copy().model_dump_json(exclude_unset=True))
-    settings = ["--config", str(path), "--set", "data.path=sample"]
+    settings = ["--config", str(path), "--set", "data.path=https://data.invalid/tokens"]
     on_cpu = ["--gpu", "cpu", "--gpu-memory-gib", "24"]
     for words in (
         ["train", *settings, "--run-dir", str(tmp_path / "run")],
