@@ -17,7 +17,12 @@ from typing import Any, Literal
 
 from cdrmix.config.hugging_face import CONFIG_FILE, TESTED_FAMILIES, read_model_config
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.safetensors_headers import INDEX_FILE, WEIGHTS_FILE, tensor_sizes
+from cdrmix.config.safetensors_headers import (
+    INDEX_FILE,
+    RECORD_FILE,
+    WEIGHTS_FILE,
+    tensor_sizes,
+)
 from cdrmix.errors import PlanError
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -138,7 +143,7 @@ def folder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         DataError: if the safetensors files are damaged or incomplete.
     """
     folder = _folder(model)
-    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
+    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, RECORD_FILE)
     return _parameters(model, tuple(_signature(folder / name) for name in files))
 
 
@@ -248,10 +253,7 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Parameter, ...]:
     found = folder_model(model)
     folder = _folder(model)
-    stored = None
-    if any(signatures[1:]):  # weights, or their index
-        sizes = tensor_sizes(folder).items()
-        stored = {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
+    stored = _stored_shapes(folder)
     if not found.is_known:
         if stored is None:
             raise PlanError(
@@ -264,6 +266,20 @@ def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Par
     if stored is not None:
         _check_stored(found, stored, listed)
     return listed
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the parameters in a folder's files, or of those that a run has kept of its base;
+    None without either.
+
+    Raises:
+        DataError: if files are missing or damaged.
+    """
+    # An index alone says that the weights are elsewhere.
+    if not (any(folder.glob("*.safetensors")) or (folder / RECORD_FILE).is_file()):
+        return None
+    sizes = tensor_sizes(folder).items()
+    return {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
 
 
 def _check_stored(

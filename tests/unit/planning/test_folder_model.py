@@ -12,6 +12,7 @@ import torch
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.config.model import LoraConfig, ModelConfig
+from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.errors import ConfigError, DataError, PlanError
 from cdrmix.planning.counts import count, forward_flops_by_layer, parameters, trained_params
 from cdrmix.planning.folder_model import folder_parameters
@@ -85,9 +86,29 @@ def test_an_unknown_family_is_counted_by_its_files(tmp_path: Path) -> None:
     total = sum(p.numel() for p in built(folder).parameters())
     assert count(model, 32).total_params == total
     assert len(forward_flops_by_layer(model, 32)) == 2
+    sizes = tensor_sizes(folder).items()
+    record = {
+        name: {"dtype": each.dtype, "shape": each.shape, "file": each.file, "bytes": each.num_bytes}
+        for name, each in sizes
+    }
     (folder / "model.safetensors").unlink()
+    (folder / "weights.json").write_text(json.dumps({"tensors": record}))
+    assert count(model, 32).total_params == total  # as a run has kept it
+    (folder / "weights.json").write_text('{"tensors": 3}')
+    with pytest.raises(DataError, match="not what a run keeps of its base"):
+        count(model, 32)
+    (folder / "weights.json").unlink()
     with pytest.raises(PlanError, match="without its weights nothing tells the parameters of"):
         count(model, 32)
+
+
+def test_an_index_alone_says_that_the_weights_are_elsewhere(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "qwen3", max_shard_size="40KB")
+    whole = folder_parameters(model_of(folder))
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert (folder / "model.safetensors.index.json").exists()
+    assert folder_parameters(model_of(folder)) == whole
 
 
 @pytest.mark.parametrize("key", ["n_groups", "mamba_head_dim"])
