@@ -7,7 +7,6 @@ are read off the headers of the safetensors files.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -275,25 +274,12 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
     Raises:
         DataError: if files are missing or damaged.
-        PlanError: if what a run has kept is damaged.
     """
-    shapes: dict[str, tuple[int, ...]]
     # An index alone says that the weights are elsewhere.
-    if any(folder.glob("*.safetensors")):
-        shapes = {name: size.shape for name, size in tensor_sizes(folder).items()}
-    elif (folder / RECORD_FILE).exists():
-        path = folder / RECORD_FILE
-        try:
-            tensors = json.loads(path.read_bytes())["tensors"]
-            shapes = {name: tuple(map(int, each["shape"])) for name, each in tensors.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(
-                f"{path}: not what a run keeps of its base ({type(error).__name__}: {error}). Take "
-                "it from a copy of the run directory"
-            ) from None
-    else:
+    if not (any(folder.glob("*.safetensors")) or (folder / RECORD_FILE).is_file()):
         return None
-    return {name: shape for name, shape in shapes.items() if not _NO_PARAMETERS.search(name)}
+    sizes = tensor_sizes(folder).items()
+    return {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
 
 
 def _check_stored(

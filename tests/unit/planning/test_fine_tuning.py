@@ -74,6 +74,15 @@ def test_only_data_ranks_are_searched_and_zero3_with_experts_too(tmp_path: Path)
         check_legal(config, world_size=4, profile=profile, device="cpu")
 
 
+def test_experts_of_a_layer_are_gathered_at_once(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 32_768, "num_local_experts": 8}
+    config = make_config(only_config(tmp_path, "mixtral", **sizes))
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="h100-80")
+    buffers = choose(config, cluster, profile="zero3").estimates()[0].buffers
+    experts = 8 * 3 * 32_768 * 1024  # of one layer
+    assert buffers["gathered_weights"] == 2 * (experts + 500_000_000 + 50_000_000)
+
+
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "sequence", "expert"])
 def test_other_degrees_are_refused_with_their_reason(axis: str, tmp_path: Path) -> None:
     config = make_config(only_config(tmp_path, "mixtral"))
@@ -158,7 +167,7 @@ def test_a_start_is_refused_within_seconds(
     monkeypatch.setattr(launch_plan, "available_memory_gib", lambda: 24.0)
     path = tmp_path / "run.yaml"
     path.write_text(make_config(large).model_copy().model_dump_json(exclude_unset=True))
-    settings = ["--config", str(path), "--set", "data.path=sample"]
+    settings = ["--config", str(path), "--set", "data.path=https://data.invalid/tokens"]
     on_cpu = ["--gpu", "cpu", "--gpu-memory-gib", "24"]
     for words in (
         ["train", *settings, "--run-dir", str(tmp_path / "run")],

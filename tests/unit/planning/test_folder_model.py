@@ -86,12 +86,16 @@ def test_an_unknown_family_is_counted_by_its_files(tmp_path: Path) -> None:
     total = sum(p.numel() for p in built(folder).parameters())
     assert count(model, 32).total_params == total
     assert len(forward_flops_by_layer(model, 32)) == 2
-    record = {name: {"shape": each.shape} for name, each in tensor_sizes(folder).items()}
+    sizes = tensor_sizes(folder).items()
+    record = {
+        name: {"dtype": each.dtype, "shape": each.shape, "file": each.file, "bytes": each.num_bytes}
+        for name, each in sizes
+    }
     (folder / "model.safetensors").unlink()
     (folder / "weights.json").write_text(json.dumps({"tensors": record}))
     assert count(model, 32).total_params == total  # as a run has kept it
     (folder / "weights.json").write_text('{"tensors": 3}')
-    with pytest.raises(PlanError, match="not what a run keeps of its base"):
+    with pytest.raises(DataError, match="not what a run keeps of its base"):
         count(model, 32)
     (folder / "weights.json").unlink()
     with pytest.raises(PlanError, match="without its weights nothing tells the parameters of"):
