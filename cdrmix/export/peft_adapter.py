@@ -293,7 +293,7 @@ class MergedWeights(WeightSource):
 
 
 def _added(adapter: Adapter, a: Tensor, b: Tensor, span: Span) -> Tensor:
-    """Product of an adapter's factors on a span of its weight, [span.numel]."""
+    """Computes what an adapter adds to a span of its weight, [span.numel]."""
     block = span.block
     offset, shape = block.offset, block.shape
     experts = 1 if adapter.num_experts is None else adapter.num_experts

@@ -65,7 +65,7 @@ class Ending(NamedTuple):
 
 
 def configured(case: Case, folder: str, *, seed: int = 1234) -> Config:
-    config = make_config(case, Path(folder), has_experts=case.family in WITH_EXPERTS)
+    config = make_config(case, Path(folder))
     values = config.model_dump()
     values["model"]["lora"] = LORA
     values["training"]["seed"] = seed
@@ -127,7 +127,7 @@ def logits_of(started: Started) -> Any:
     with torch.no_grad():
         logits = model.logits(model(ids).hidden)
     model.train()
-    return logits.numpy().copy()
+    return logits.float().numpy().copy()
 
 
 def train(root: str, cases: list[Case]) -> list[Ending]:
