@@ -52,11 +52,10 @@ class BatchPlan:
     @property
     def save_seconds(self) -> float:
         """Assumed time to write a checkpoint."""
-        from cdrmix.planning.counts import count
+        from cdrmix.planning.counts import trained_params
 
-        config = self.compared.config
-        total = count(config.model, config.training.sequence_length).total_params
-        return _SAVED_BYTES * total / (_SAVED_BYTES_PER_SECOND * self.compared.cluster.nodes)
+        saved = trained_params(self.compared.config.model)
+        return _SAVED_BYTES * saved / (_SAVED_BYTES_PER_SECOND * self.compared.cluster.nodes)
 
     def lines(self) -> dict[str, str]:
         """Layout, memory and time for people, by a title each."""

@@ -180,24 +180,32 @@ def test_states_are_what_a_rank_holds(case: Case, states: dict[Case, list[Found]
 def test_activations_are_what_autograd_saves(family: str, precision: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    from cdrmix.hf.lora import add_adapters
     from cdrmix.hf.model import HuggingFaceModel
 
-    shapes = [(2, 64, {}, False, False), (1, 160, SECOND_SHAPE, True, False)]
-    shapes.append((2, 64, {}, True, True))
+    # samples, tokens, sizes, documents, recomputation, rank of adapters
+    shapes: list[tuple[int, int, dict[str, Any], bool, bool, int | None]] = [
+        (2, 64, {}, False, False, None),
+        (1, 160, SECOND_SHAPE, True, False, None),
+        (2, 64, {}, True, True, None),
+        (1, 160, SECOND_SHAPE, True, False, 4),
+    ]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    for number, (samples, length, sizes, segments, recompute) in enumerate(shapes):
+    for number, (samples, length, sizes, segments, recompute, rank) in enumerate(shapes):
         folder = make_folder(tmp_path / str(number), family, **sizes)
         config = make_config(
             folder,
             length=length,
             samples=samples,
             precision=precision,
-            rank=None,
+            rank=rank,
             segments=segments,
         )
         causal = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
         if recompute:
             causal.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.model.lora is not None:
+            causal = add_adapters(causal, config.model.lora, seed=0)
         model = HuggingFaceModel(causal, config.model)
         ids = torch.randint(0, 300, (samples, length))
         documents = (torch.arange(length) // (length // 2)).expand(samples, length)
