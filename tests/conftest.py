@@ -52,6 +52,7 @@ _SLOW = (
     "tests/distributed/test_bad_input",
     "tests/distributed/test_checkpoint_state",
     "tests/distributed/test_communication",
+    "tests/distributed/test_continuing",
     "tests/distributed/test_health",
     "tests/distributed/test_hugging_face",
     "tests/distributed/test_late_copies",

@@ -161,18 +161,19 @@ def _old_data_problems(config: Config, cpt: CptConfig) -> list[TrainingError]:
     with contextlib.suppress(DataError):  # told of data.path, or to be built or copied by the ranks
         new = read_manifest(folder) if "://" not in config.data.path else None
     length = config.training.sequence_length
-    old = {"cpt.replay.source": ()} | {"cpt.forgetting.data": cpt.forgetting.data or ()}
+    old = {"cpt.forgetting.data": cpt.forgetting.data or ()}
     if cpt.replay is not None and cpt.replay.source != SELF:
         old["cpt.replay.source"] = (cpt.replay.source,)
     for key, folders in old.items():
-        for each in map(Path, folders):
+        for name in folders:
+            each = Path(name)
             with _noted(found):
                 manifest = read_manifest(each, given_as=key)
                 if new is not None:
                     check_tokenizers(new, manifest, data=config.data, key=key, folder=each)
                 if key == "cpt.replay.source" and cpt.replays:
                     open_old(each, length, key=key)
-                if str(each) in cpt.old_data:
+                if name in cpt.old_data:
                     TokenDataset(each, "validation", length)
     return found
 

@@ -16,7 +16,7 @@ import yaml
 
 from cdrmix.data.shards import new_manifest, read_manifest, write_manifest, write_shards
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.stage_a import Pretraining
+from cdrmix.engines.forgetting import Forgetting
 from cdrmix.monitoring.sinks import read_metrics
 from tests.distributed.test_hugging_face import MODULES, quiet
 from tests.equal_runs import result_of
@@ -81,11 +81,13 @@ def stop_before(argv: list[str], step: int) -> int:
 def never_measures_the_base(argv: list[str]) -> int:
     """One rank of a run whose base was measured before."""
 
-    def begin(self: Pretraining, run: Any) -> dict[str, float]:
-        assert self.forgetting is not None and self.forgetting.has_base, "measured anew"
-        return {}
+    original = Forgetting.measure
 
-    Pretraining.begin = begin  # type: ignore[method-assign]
+    def measure(self: Forgetting, run: Any) -> dict[str, float]:
+        assert self.has_base, "measured anew"
+        return original(self, run)
+
+    Forgetting.measure = measure  # type: ignore[method-assign]
     return start(argv)
 
 
