@@ -240,3 +240,26 @@ def refuse_other_base(recorded: Mapping[str, Any], digest_: str, folder: Path) -
             f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Set model.path to "
             "the folder that they were trained on"
         )
+
+
+def base_of_adapters(
+    state: Mapping[str, Any], checkpoint: Path, remote_code: Sequence[str] = ()
+) -> BaseWeights:
+    """Opens the weights that a run's adapters were trained on, where the run has read them.
+
+    Args:
+        state: content of the checkpoint's state.json.
+        checkpoint: its folder, for messages.
+        remote_code: sha256 of Python files of the base that may run (hex).
+    Raises:
+        StateError: if the base is not there, or another one is.
+    """
+    recorded = recorded_base(state, checkpoint)
+    folder = Path(str(recorded.get("folder")))
+    if not folder.is_dir():
+        raise StateError(
+            f"{folder}: the base of the adapters in {checkpoint} is not there. Bring it back, or "
+            "resume the run with model.path, where the base is now"
+        )
+    refuse_other_base(recorded, digest_of_base(base_records(folder)), folder)
+    return BaseWeights(folder, remote_code)

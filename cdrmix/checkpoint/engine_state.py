@@ -186,16 +186,37 @@ def load_module(
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
+    elsewhere: Elsewhere = _nowhere,
 ) -> None:
     """Fills a plain module, with all experts in this process, from the float32 master weights. The
-    module is on any device, of any float type, and read one tensor at a time. `logical_name` and
-    `others` are as in `load_engine`. Raises StateError if names or shapes differ."""
+    module is on any device, of any float type, and read one tensor at a time. `logical_name`,
+    `others` and `elsewhere` are as in `load_engine`. Raises StateError if names or shapes
+    differ."""
     tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not elsewhere(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_names(checkpoint, shapes, others=others)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
+
+
+def fill_module(
+    module: torch.nn.Module,
+    source: WeightSource,
+    logical_name: LogicalName = str,
+    *,
+    fresh: Container[str] = (),
+) -> None:
+    """Fills a plain module with weights from elsewhere, one tensor at a time. Arguments are as in
+    `load_weights`. Raises StateError if names or shapes differ."""
+    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_source(source, shapes, fresh=fresh)
+    with torch.no_grad():
+        for name in source.names():
+            values = source.read(name, Span.whole(Box.whole(shapes[name])))
+            tensors[name].copy_(values.view(shapes[name]))
 
 
 def _model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:

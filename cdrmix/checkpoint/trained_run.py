@@ -46,9 +46,11 @@ def checkpoint_place(source: Path, which: str) -> Path:
     if which == "last":
         return source
     _refuse_data_set(source)
+    if not source.is_dir():
+        raise StateError(f"{source}: there is no such folder. Give a run directory")
     root = source / "checkpoints"
     wanted = "the best checkpoint" if which == "best" else f"step {which}"
-    if not root.is_dir() and source.is_dir():
+    if not root.is_dir():
         raise StateError(
             f"{source}: has no checkpoints folder to look for {wanted} in. Give the run directory, "
             "or this checkpoint without --checkpoint"
@@ -61,8 +63,7 @@ def checkpoint_place(source: Path, which: str) -> Path:
     folder = root / which
     if folder.is_dir():
         return folder
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    steps = sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
+    steps = sorted(int(path.name) for path in root.iterdir() if re.fullmatch(r"\d+", path.name))
     there = f"has checkpoints of steps {', '.join(map(str, steps))}" if steps else "has none"
     raise StateError(f"{source}: has no checkpoint of step {which}; it {there}. Try last")
 

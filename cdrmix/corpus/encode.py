@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdrmix import runtime
 from cdrmix.corpus.steps.minhash import mix
 from cdrmix.corpus.task_run import Task, close_synced, read_documents
 from cdrmix.data.document import FimConfig, draw_by_key, encoded, fields_of, rearranged, restored
@@ -50,7 +50,7 @@ _ORDERS = (1, 2, 3)
 @lru_cache(maxsize=1)  # a worker encodes one task after another with the same tokenizer
 def _cached_tokenizer(folder: Path) -> Tokenizer:
     # Each job has one core, and its neighbours the others.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    runtime.encode_on_one_core()
     return load_tokenizer(folder)
 
 

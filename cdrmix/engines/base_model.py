@@ -49,7 +49,8 @@ def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None
         start.base = state.get("base")
         run_dir = run_of(checkpoint.path)
         if model.lora is not None:  # it holds adapters alone
-            load_base(start.config, engine, expected=recorded_base(state, checkpoint.path))
+            expected = recorded_base(state, checkpoint.path)
+            start.base = load_base(start.config, engine, expected=expected)
     start.base_files = base_folder(model, start.directory.path, run_dir)
     runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), start.base_files))
 

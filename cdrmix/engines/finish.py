@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from typing import Any
 
@@ -18,11 +19,13 @@ from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
 
 logger = get_logger(__name__)
+# Folder in a run directory with the adapters of a finished run.
+ADAPTER_FOLDER = "adapter"
 _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 
 
 def finish(run: Run, stage: Pretraining) -> None:
-    """Evaluate, write metrics.json and report.html, and log the results; collective."""
+    """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
 
     def write_results() -> None:
@@ -72,6 +75,20 @@ def finish(run: Run, stage: Pretraining) -> None:
         logger.info("report: %s", report)
 
     runtime.first_rank_does(write_results)
+    if run.config.model.lora is not None:
+        runtime.first_rank_does(lambda: _write_adapter(run))
+
+
+def _write_adapter(run: Run) -> None:
+    """Write the adapters of the last checkpoint as a folder for peft; rank 0."""
+    from cdrmix.export.exported_run import export_run  # brings transformers
+
+    out = run.directory.path / ADAPTER_FOLDER
+    if out.exists():  # of an earlier end, before the run was extended; it is read-only
+        out.chmod(0o755)
+        shutil.rmtree(out)
+    exported = export_run(run.directory.folders[0] / str(run.step), out, form="peft")
+    logger.info("adapter: %s, %s parameters", out, f"{exported.num_parameters:,}")
 
 
 def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.base_model import base_of_adapters
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.trained_run import (
@@ -33,7 +34,7 @@ from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
-from cdrmix.parallel.apply import logical_name_in
+from cdrmix.parallel.apply import frozen_in, logical_name_in
 
 logger = get_logger(__name__)
 
@@ -63,7 +64,8 @@ def load_trained(source: Path) -> TrainedModel:
     Args:
         source: a run directory or a checkpoint.
     Raises:
-        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong.
+        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong, or
+            the base of its adapters is not there.
     """
     newest = newest_checkpoint(source)
     with CheckpointFile(newest.path) as reader:
@@ -71,9 +73,14 @@ def load_trained(source: Path) -> TrainedModel:
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
         model = _without_weights(config)
+        name = logical_name_in(config.model)
+        if config.model.lora is not None:
+            with base_of_adapters(reader.state, newest.path, config.model.remote_code) as base:
+                engine_state.fill_module(model, base, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
-        engine_state.load_module(model, reader, logical_name_in(config.model), others=stage_b)
+        frozen = frozen_in(config.model)
+        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=frozen)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
@@ -83,10 +90,13 @@ def _without_weights(config: Config) -> Backbone | HuggingFaceModel:
     if config.model.kind == "hf":
         # transformers takes seconds to import
         from cdrmix.hf.build import build_causal
+        from cdrmix.hf.lora import add_adapters
 
         training = config.training.model_copy(update={"precision": "fp32"})
         whole = config.model_copy(update={"training": training})
         causal = build_causal(whole, None, folder=Path(str(config.model.path)))
+        if config.model.lora is not None:
+            causal = add_adapters(causal, config.model.lora, seed=config.training.seed)
         return HuggingFaceModel(causal, config.model)
     with torch.device(runtime.device()):
         return Backbone(config.model)

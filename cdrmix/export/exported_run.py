@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -34,9 +35,11 @@ from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.hugging_face import PREFIX, model_config, parameter_shapes, small_files
 from cdrmix.export.hugging_face_run import HuggingFaceRun, weights_of
 from cdrmix.export.manifest import write_export_manifest
+from cdrmix.export.peft_adapter import AdapterExport
 from cdrmix.export.provenance import metadata_text, model_card, training_metadata
 from cdrmix.export.weights import write_weights
 
+Format = Literal["hf", "peft"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,7 +84,12 @@ class _Source:
 
 
 def export_run(
-    source: Path, out: Path, *, checkpoint: str = "last", max_shard_bytes: int = 5 * 10**9
+    source: Path,
+    out: Path,
+    *,
+    checkpoint: str = "last",
+    form: Format = "hf",
+    max_shard_bytes: int = 5 * 10**9,
 ) -> Exported:
     """Writes a checkpoint of a run as a folder for transformers, in the run's own precision.
 
@@ -90,6 +98,7 @@ def export_run(
         out: folder to make; it must not exist.
         checkpoint: `last`, the newest that verifies; `best`, that with the lowest held-out loss;
             or the step of one in the run directory.
+        form: `hf`, the whole model, with adapters merged into its weights; `peft`, adapters alone.
         max_shard_bytes: most bytes of tensors in one file.
     Raises:
         StateError: if there is no such checkpoint, it is damaged or of another model, or `out`
@@ -106,7 +115,7 @@ def export_run(
         )
     try:
         with CheckpointFile(found.path) as reader:
-            described = _describe(found, reader)
+            described = _describe(found, reader, form)
             _check_room(out, described.num_bytes)
             lock = out.parent / f".{out.name}.lock"
             with locked(lock, blocking=False) as is_ours:
@@ -136,9 +145,13 @@ def _refuse_existing(out: Path) -> None:
         raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
 
 
-def _describe(found: FoundCheckpoint, reader: CheckpointFile) -> _Source | HuggingFaceRun:
+def _describe(
+    found: FoundCheckpoint, reader: CheckpointFile, form: Format
+) -> _Source | HuggingFaceRun | AdapterExport:
     """Reads all but the tensors, and checks that they are those of the exported model."""
     config = config_of(reader)
+    if form == "peft":
+        return AdapterExport(found, reader, config)
     if config.model.kind == "hf":
         return HuggingFaceRun(found, reader, config, weights_of(reader, config))
     folder, tokenizer_digest = tokenizer_of(found.path, reader.state, config)
@@ -163,18 +176,26 @@ def _check_room(out: Path, needed: int) -> None:
 
 
 def _write(
-    folder: Path, reader: CheckpointFile, described: _Source | HuggingFaceRun, max_shard_bytes: int
+    folder: Path,
+    reader: CheckpointFile,
+    described: _Source | HuggingFaceRun | AdapterExport,
+    max_shard_bytes: int,
 ) -> Exported:
     """Writes all files, read-only, into a folder that has not got its name yet."""
-    if isinstance(described, HuggingFaceRun):
+    left_out: list[str] = []
+    if isinstance(described, AdapterExport):
+        records = described.write(folder)
+    elif isinstance(described, HuggingFaceRun):
         records = described.write(folder, max_shard_bytes=max_shard_bytes)
-        left_out: list[str] = []
     else:
         records = _write_ours(folder, reader, described, max_shard_bytes)
         left_out = described.left_out
     manifest = write_export_manifest(folder, records)
     for file in folder.rglob("*"):
-        file.chmod(0o444 if file.is_file() else 0o555)
+        if file.is_dir():  # of a model's own code
+            file.chmod(0o555)
+            continue
+        file.chmod(0o444)
     sync(folder)
     return Exported(
         step=described.checkpoint.step,

@@ -82,25 +82,25 @@ def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
     """Text of each file but weights, card and metadata, by its name."""
     here = Path(__file__).parent
     files = {name: (here / name).read_text(encoding="utf-8") for name in CODE_FILES}
+    files["config.json"] = config.to_json_string()
+    return files | plain_files(config, tokenizer_folder)
+
+
+def plain_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
+    """Text of the files that do not depend on the code of the model: tokenizer and generation."""
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
-    files["config.json"] = config.to_json_string()
-    files["generation_config.json"] = generation.to_json_string()
-    return files | _tokenizer_files(config, tokenizer_folder)
-
-
-def _tokenizer_files(config: CDRMixConfig, folder: Path) -> dict[str, str]:
-    """Text of the files of the tokenizer; its class in transformers takes tokenizer.json as is."""
-    tokenizer = load_tokenizer(folder)
-    content = json.loads(read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES))
-    engine = tokenizers.Tokenizer.from_str(json.dumps(whole_and_certain(content)))
+    files = {"generation_config.json": generation.to_json_string()}
+    tokenizer = load_tokenizer(tokenizer_folder)
     ids = (tokenizer.prefix_ids[0], tokenizer.eos_id, tokenizer.pad_id)
+    text = tokenizer_text(tokenizer_folder)
+    engine = tokenizers.Tokenizer.from_str(text)
     bos, eos, pad = map(engine.id_to_token, ids)
     described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
         "bos_token": bos,
         "eos_token": eos,
         "pad_token": pad,
@@ -112,15 +112,21 @@ def _tokenizer_files(config: CDRMixConfig, folder: Path) -> dict[str, str]:
     if tokenizer.kind == "cdrmix":
         names = [token for token in SPECIAL_TOKENS if token not in (EOS, PAD)]
         described["extra_special_tokens"] = names
-    # Each text begins as documents in training do. transformers 5 ignores `add_bos_token` in
-    # tokenizer_config.json beside a tokenizer.json.
-    prefix = [(str(engine.id_to_token(id)), id) for id in tokenizer.prefix_ids]
+    files[TOKENIZER_FILE] = text
+    files["tokenizer_config.json"] = json.dumps(described, indent=2) + "\n"
+    return files
+
+
+def tokenizer_text(folder: Path) -> str:
+    """Text of tokenizer.json of a run, changed to begin each text as documents in training do."""
+    content = json.loads(read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES))
+    engine = tokenizers.Tokenizer.from_str(json.dumps(whole_and_certain(content)))
+    # transformers 5 ignores `add_bos_token` in tokenizer_config.json beside a tokenizer.json.
+    ids = load_tokenizer(folder).prefix_ids
+    prefix = [(str(engine.id_to_token(id)), id) for id in ids]
     first = " ".join(name for name, _ in prefix)
     second = " ".join(f"{name}:1" for name, _ in prefix)
     engine.post_processor = TemplateProcessing(
         single=f"{first} $A", pair=f"{first} $A {second} $B:1", special_tokens=prefix
     )
-    return {
-        TOKENIZER_FILE: engine.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(described, indent=2) + "\n",
-    }
+    return engine.to_str(pretty=True)

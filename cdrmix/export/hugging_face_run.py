@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 
-from cdrmix.checkpoint.base_model import recorded_digest, small_files
+from cdrmix.checkpoint.base_model import base_of_adapters, recorded_digest, small_files
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
 from cdrmix.checkpoint.files import (
@@ -35,7 +35,7 @@ from cdrmix.checkpoint.weight_source import CheckpointWeights, WeightSource, che
 from cdrmix.config.hugging_face import CONFIG_FILE, read_model_config
 from cdrmix.config.safetensors_headers import INDEX_FILE, RECORD_FILE, tensor_sizes
 from cdrmix.config.schema import Config
-from cdrmix.errors import StateError
+from cdrmix.export.peft_adapter import MergedWeights, RunAdapters
 from cdrmix.export.provenance import evaluations, metadata_text, result_lines, training_metadata
 from cdrmix.export.weights import boxes, plan_shards
 from cdrmix.hf.weights import kept_in_float32, map_names, skeleton
@@ -256,14 +256,13 @@ def _hub_name(folder: Path) -> str:
 
 
 def weights_of(reader: CheckpointFile, config: Config) -> WeightSource:
-    """Weights of a run's model, all of them, from its checkpoint.
+    """Weights of a run's model, all of them; those of adapters are merged into the base's.
 
     Raises:
-        StateError: if the checkpoint holds adapters alone.
+        StateError: if the base of adapters is not there, or another one is.
     """
-    if config.model.lora is not None:
-        raise StateError(
-            f"{reader.path}: holds adapters alone, and not the weights that they change. Give a "
-            "checkpoint of a run without model.lora"
-        )
-    return CheckpointWeights(reader)
+    if config.model.lora is None:
+        return CheckpointWeights(reader)
+    # Its files close with the source, which lasts as long as the export.
+    base = base_of_adapters(reader.state, reader.path, config.model.remote_code)
+    return MergedWeights(base, RunAdapters(reader, config))

@@ -9,27 +9,38 @@ are peft's own, from the model made without memory and wrapped as in training.
 from __future__ import annotations
 
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cdrmix.checkpoint.base_model import recorded_base
+from cdrmix.checkpoint.base_model import (
+    base_records,
+    digest_of_base,
+    recorded_base,
+    refuse_other_base,
+)
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
-from cdrmix.checkpoint.files import FileRecord, write_tensors, write_text
+from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
+from cdrmix.checkpoint.files import FileRecord, digest, read_json, write_tensors, write_text
 from cdrmix.checkpoint.fragments import Span
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.weight_source import WeightSource
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
+from cdrmix.export.provenance import evaluations, metadata_text, result_lines, training_metadata
 from cdrmix.hf.lora import Adapter, adapters_in, add_adapters
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.hf.weights import skeleton
 
 ADAPTER_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "adapter_config.json"
+METADATA_FILE = "training_metadata.json"
 
 
 class RunAdapters:
@@ -40,13 +51,12 @@ class RunAdapters:
         base: folder, digest and family of the base, as the run recorded them.
     """
 
-    def __init__(self, reader: CheckpointFile, config: Config, folder: Path) -> None:
+    def __init__(self, reader: CheckpointFile, config: Config) -> None:
         """Wraps the model of the run on the meta device.
 
         Args:
             reader: the checkpoint; open as long as values are read.
-            config: of the run, with `model.lora`.
-            folder: with config.json of the base.
+            config: of the run, with `model.lora`; `model.path` has config.json of the base.
         Raises:
             ConfigError: if transformers or peft cannot make the model.
             StateError: if the checkpoint holds other adapters, or does not tell its base.
@@ -55,7 +65,7 @@ class RunAdapters:
         self.config = config
         self.base = recorded_base(reader.state, reader.path)
         self._reader = reader
-        causal = skeleton(folder, config.model.remote_code)
+        causal = skeleton(Path(str(config.model.path)), config.model.remote_code)
         self._model = add_adapters(causal, config.model.lora, seed=config.training.seed)
         self._shapes = {
             logical_name(name): tuple(parameter.shape)
@@ -68,6 +78,10 @@ class RunAdapters:
     def by_weight(self) -> dict[str, Adapter]:
         """Adapters by the logical names of the weights that they change."""
         return adapters_in(self._model)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self._shapes.values()))
 
     def factor(self, name: str) -> Tensor:
         """Reads one factor by its logical name, float32."""
@@ -95,7 +109,8 @@ class RunAdapters:
         values = {key: sorted(v) if isinstance(v, set) else v for key, v in values.items()}
         return {
             **values,
-            "base_model_name_or_path": self.config.model.path,
+            # where peft looks for it
+            "base_model_name_or_path": self.base.get("folder"),
             "inference_mode": True,
         }
 
@@ -144,6 +159,109 @@ def check_adapter(folder: Path, adapters: RunAdapters) -> None:
             f"{path}: does not hold the {len(expected)} tensors of the adapters: {named} is "
             "missing, of another shape or not finite. Export an earlier checkpoint"
         )
+
+
+class AdapterExport:
+    """Adapters of a checkpoint, ready to be written as a folder that peft loads.
+
+    Attributes:
+        checkpoint: verified.
+        dtype: of the factors in the file.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, checkpoint: FoundCheckpoint, reader: CheckpointFile, config: Config) -> None:
+        """Raises StateError if the run has no adapters, otherwise as `RunAdapters`."""
+        if config.model.lora is None:
+            raise StateError(
+                f"{checkpoint.path}: is of a run without adapters (model.lora). Try --format hf"
+            )
+        self.checkpoint = checkpoint
+        self._state = reader.state
+        self._adapters = RunAdapters(reader, config)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._adapters.num_parameters
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_parameters * self.dtype.itemsize
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Writes all files but the manifest durably; gives their records. Raises as
+        `write_adapter`."""
+        records = write_adapter(folder, self._adapters)
+        path = self.checkpoint.path.resolve()
+        base = self._adapters.base
+        metadata = training_metadata(
+            path.parent.parent if path.parent.name == "checkpoints" else None,
+            step=self.checkpoint.step,
+            state=self._state,
+            config=self._adapters.config,
+            tokenizer_digest=str(self._state.get("tokenizer")),
+            manifest_digest=digest(path / CHECKPOINT_MANIFEST),
+            left_out=[],
+        )
+        metadata |= {"base": {key: base.get(key) for key in ("family", "digest")}}
+        texts = {METADATA_FILE: metadata_text(metadata), "README.md": self._card(metadata)}
+        return records | {name: write_text(folder / name, text) for name, text in texts.items()}
+
+    def _card(self, metadata: dict[str, Any]) -> str:
+        """Makes the text of README.md."""
+        lora = self._adapters.config.model.lora
+        assert lora is not None, "checked at construction"
+        data = ModelCardData(
+            library_name="peft",
+            pipeline_tag="text-generation",
+            base_model=str(self._adapters.base.get("folder")),
+            tags=["lora", "cdrmix"],
+            model_name=metadata["name"],
+            eval_results=evaluations(metadata) or None,
+        )
+        lines = [
+            f"# {metadata['name']}, step {metadata['step']:,}",
+            "",
+            "Low-rank adapters trained with CDRmix, in the format of peft.",
+            "",
+            f"* {self.num_parameters:,} parameters in float32, rank {lora.rank}",
+            f"* base: config.json and weights of digest `{metadata['base']['digest']}`",
+            "",
+            *result_lines(metadata["metrics"]),
+            "## Use",
+            "",
+            "```python",
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'base = AutoModelForCausalLM.from_pretrained("BASE")',
+            'model = PeftModel.from_pretrained(base, "FOLDER")',
+            "```",
+            "",
+        ]
+        return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+
+
+def open_adapter(folder: Path, base: Path) -> dict[str, Any]:
+    """Reads what an exported adapter says of itself, for use with a base.
+
+    Args:
+        folder: written by `AdapterExport`.
+        base: folder of a Hugging Face model.
+    Returns:
+        Content of its training_metadata.json.
+    Raises:
+        StateError: if it is no such folder, or of another base.
+    """
+    path = folder / METADATA_FILE
+    try:
+        metadata: dict[str, Any] = dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise StateError(f"{path}: not of an exported adapter: {error}") from error
+    recorded = recorded_base(metadata, folder)
+    refuse_other_base(recorded, digest_of_base(base_records(base)), base)
+    return metadata
 
 
 class MergedWeights(WeightSource):

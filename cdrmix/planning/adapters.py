@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
-from cdrmix.config.lora_targets import LoraTargets, default_targets
+from cdrmix.config.lora_targets import LoraTargets, default_targets, rank_of
 from cdrmix.config.model import LoraConfig, ModelConfig
 from cdrmix.errors import PlanError
 from cdrmix.planning.folder_model import folder_model, folder_parameters
@@ -72,7 +72,7 @@ def _adapters(parameter: Parameter, targets: LoraTargets, rank: int) -> Iterator
         if not parameter.name.endswith(tuple(f".{name}" for name in targets.parameters)):
             return
         experts, leaving, entering = parameter.shape
-        rank *= experts
+        rank = experts * rank_of(parameter.name, rank)
         module = parameter.name
     elif kind == "weight" and len(parameter.shape) == 2 and parameter.layer is not None:
         if module.rpartition(".")[2] not in targets.modules:

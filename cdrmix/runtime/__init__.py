@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cdrmix.network import free_port
 from cdrmix.runtime.environment import (
     cache_dir,
+    encode_on_one_core,
     end_with_launcher,
     environment_rank,
     environment_world_size,
@@ -65,6 +66,7 @@ __all__ = [
     "cache_dir",
     "describe_environment",
     "destroy_distributed",
+    "encode_on_one_core",
     "device",
     "device_memory_gib",
     "end_with_launcher",

@@ -132,6 +132,11 @@ def use_cpus_only() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def encode_on_one_core() -> None:
+    """Makes the package tokenizers encode on one core, unless the user has set its variable."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def take_place(rank: int, world_size: int, port: int) -> None:
     """Makes this process a rank of a world on this machine, by the variables a launcher sets."""
     for name, value in zip(_TARGETS, (rank, world_size, rank, world_size), strict=True):

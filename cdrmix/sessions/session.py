@@ -16,7 +16,6 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
-from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
@@ -177,9 +176,6 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
     old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
-    if config.model.kind == "hf":
-        base = Path(str(config.model.path))
-        runtime.together(lambda: check_tokenizer(corpus.manifest, base))
     topology = make_topology(plan.degrees)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None

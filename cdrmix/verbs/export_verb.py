@@ -28,7 +28,8 @@ def add_export(verbs: Verbs) -> None:
     flag("run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="run directory or checkpoint")
     flag("--out", type=Path, metavar="DIR", help="folder to make; it must not exist")
     add_checkpoint_flag(parser)
-    flag("--format", choices=("hf",), help="Hugging Face transformers (default)")
+    form = "hf, for transformers (default), or peft, the adapters of model.lora alone"
+    flag("--format", choices=("hf", "peft"), help=form)
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
     verify = "compare every file of an exported folder with its manifest"
@@ -77,7 +78,11 @@ def _write(arguments: argparse.Namespace) -> None:
 
     limit = {} if arguments.max_shard_gib is None else {"max_shard_bytes": arguments.max_shard_gib}
     exported = export_run(
-        arguments.run_dir, arguments.out, checkpoint=arguments.checkpoint or "last", **limit
+        arguments.run_dir,
+        arguments.out,
+        checkpoint=arguments.checkpoint or "last",
+        form=arguments.format or "hf",
+        **limit,
     )
     if exported.left_out:
         parts = ", ".join(exported.left_out)

@@ -259,7 +259,8 @@ def test_copies_that_cannot_be_written_are_told_and_cost_nothing_else(
     assert run_ranks(train_without_copies, 2, argv, str(tmp_path / "copies")) == [0, 0]
     assert_equal_runs(run_dir, in_front(2))
     (replica,) = (tmp_path / "copies").iterdir()
-    assert sorted(path.name for path in replica.iterdir()) == ["3", "8", "latest", "tokenizer.json"]
+    names = ["3", "8", "held_out.json", "latest", "tokenizer.json"]
+    assert sorted(path.name for path in replica.iterdir()) == names
     log = (run_dir / "train.log").read_text()
     assert f"warning: {replica}: has no checkpoint of step 6: rank 1: " in log
 

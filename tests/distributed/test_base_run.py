@@ -93,7 +93,9 @@ def test_export_and_evaluation_need_no_base(trained: Trained, tmp_path: Path) ->
     assert measured.loss == pytest.approx(evaluation["loss"], abs=1e-5)
 
 
-def test_run_does_not_go_on_as_another_model(trained: Trained, tmp_path: Path) -> None:
+def test_run_does_not_go_on_as_another_model(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(trained.run_dir / "base", other)
     config = json.loads((other / "config.json").read_text())
@@ -102,6 +104,7 @@ def test_run_does_not_go_on_as_another_model(trained: Trained, tmp_path: Path) -
     more = overrides([f"model.path={other}", "training.max_steps=6"])
     argv = ["--run-dir", str(trained.run_dir), "--resume", "auto", *more]
     assert run_ranks(start, 1, argv) == [2]
+    assert "its config.json is not that of the run" in capsys.readouterr().out
 
 
 def test_run_goes_on_without_its_base(trained: Trained) -> None:

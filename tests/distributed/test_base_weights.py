@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.base_model import base_records, digest_of_base
 from cdrmix.config.schema import Config
+from cdrmix.errors import DataError
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.plan import Plan
@@ -106,7 +112,7 @@ def engine_of(folder: Path, case: Case) -> tuple[Config, Any]:
     return config, start_engine(build_model(config, plan, topology), config, plan, topology)
 
 
-def read(root: str, cases: list[Case]) -> list[tuple[dict[str, Any], str, dict[str, str]]]:
+def read(root: str, cases: list[Case]) -> list[tuple[dict[Any, Any], str, dict[str, str]]]:
     """Of each case: this rank's fragments of the masters, digest of the base, and digests of the
     weights in use."""
     from cdrmix.engines.base_model import load_base
@@ -167,6 +173,111 @@ def test_weights_are_those_of_transformers(folders: Path, world_size: int) -> No
         rounded = {name: expected[name].to(dtype) for name in parameters}
         for _, digest, in_use in found:
             assert in_use == digests(rounded), case
-            assert digest == found[0][1]
-    # a digest is that of the files, however many ranks read them
-    assert len({found[0][1] for found in by_rank[:1]}) == 1
+            # that of the files, however many ranks read them
+            assert digest == digest_of_base(base_records(folders / case.folder))
+
+
+def of_folders(folders: list[str]) -> list[str]:
+    """Digest of this rank's share of all weights of each folder, or the error."""
+    from cdrmix.engines.base_model import load_base
+    from cdrmix.hf.names import logical_name
+
+    runtime.initialize_distributed()
+    found = []
+    for folder in folders:
+        config, engine = engine_of(Path(folder), Case(""))
+        try:
+            load_base(config, engine)
+        except DataError as error:
+            found.append(str(error))
+            continue
+        held = {each.name: each.values for each in engine_state.fragments(engine, logical_name)}
+        found.append(hashlib.sha256(repr(sorted(digests(held).items())).encode()).hexdigest())
+    runtime.destroy_distributed()
+    return found
+
+
+def changed(folder: Path, out: Path, change: Mapping[str, torch.Tensor]) -> Path:
+    """Copies a folder of one file, with other tensors in it."""
+    shutil.copytree(folder, out)
+    save_file({**load_file(folder / "model.safetensors"), **change}, out / "model.safetensors")
+    return out
+
+
+def test_swapped_matrices_of_an_expert_are_seen(folders: Path, tmp_path: Path) -> None:
+    """A control of the comparisons above: w1 and w3 have the same shape."""
+    stored = load_file(folders / "mixtral" / "model.safetensors")
+    expert = "model.layers.0.block_sparse_moe.experts.1"
+    swap = {f"{expert}.w1.weight": stored[f"{expert}.w3.weight"]}
+    swap[f"{expert}.w3.weight"] = stored[f"{expert}.w1.weight"]
+    other = changed(folders / "mixtral", tmp_path / "swapped", swap)
+    ((ours, swapped),) = run_ranks(of_folders, 1, [str(folders / "mixtral"), str(other)])
+    assert ours != swapped
+
+
+def test_tied_head_of_other_values_is_refused(folders: Path, tmp_path: Path) -> None:
+    stored = load_file(folders / "llama-tied" / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].clone()
+    same = changed(folders / "llama-tied", tmp_path / "same", {"lm_head.weight": head.clone()})
+    head[-1, -1] += 1
+    other = changed(folders / "llama-tied", tmp_path / "other", {"lm_head.weight": head})
+    digest, error = run_ranks(of_folders, 2, [str(same), str(other)])[1]
+    assert len(digest) == 64
+    assert "ties lm_head.weight to model.embed_tokens.weight, and their values differ" in error
+
+
+def peaks(folder: str) -> tuple[float, float]:
+    """Peak of this rank's anonymous memory in a start with ZeRO-3, and its growth while weights
+    are read (MiB)."""
+    from cdrmix.engines.base_model import load_base
+
+    runtime.initialize_distributed()
+    with sampled_memory() as whole:
+        config, engine = engine_of(Path(folder), Case("", "zero3", "bf16"))
+        before = anonymous()
+        with sampled_memory() as reading:
+            load_base(config, engine)
+    runtime.destroy_distributed()
+    return max(whole), max(reading) - before
+
+
+def anonymous() -> float:
+    """Anonymous memory of this process (MiB)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+@contextlib.contextmanager
+def sampled_memory() -> Iterator[list[float]]:
+    """Samples `anonymous` every few milliseconds."""
+    samples = [anonymous()]
+    is_over = threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.003):
+            samples.append(anonymous())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    yield samples
+    is_over.set()
+    thread.join()
+    samples.append(anonymous())
+
+
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    folder = make_folder(
+        tmp_path / "large",
+        "mixtral",
+        dtype="bfloat16",
+        max_shard_size="20MB",
+        hidden_size=512,
+        intermediate_size=1536,
+        num_local_experts=12,
+    )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**20
+    assert size > 100
+    (first, first_reads), (second, second_reads) = run_ranks(peaks, 2, str(folder))
+    assert first <= 1.1 * second
+    # a rank's share of the largest parameter, and nothing that grows with the model
+    assert max(first_reads, second_reads) < size / 2, (first_reads, second_reads)

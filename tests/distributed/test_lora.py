@@ -6,23 +6,19 @@ Runs of one world size share their processes.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Span
 from cdrmix.config.schema import Config
-from cdrmix.errors import StateError
 from tests.checkpoints import save_checkpoint
 from tests.harness import run_ranks
 from tests.hf_models import make_folder
@@ -60,11 +56,12 @@ LORA = {"rank": 4, "alpha": 16.0}
 
 
 class Ending(NamedTuple):
-    """How a run went, as one rank sees it."""
+    """How a run went, as one rank sees it. Scores are of the rows of step 0, in numpy."""
 
     steps: list[tuple[float, float]]  # loss and gradient norm
     masters: dict[str, Any]  # this rank's share of the state at the end, by name, kind and span
-    logits: Any  # of the rows of step 0, at the end, numpy
+    first: Any  # scores before the first step, of an engine that has not been called yet
+    saved: Any  # scores where it was saved
 
 
 def configured(case: Case, folder: str, *, seed: int = 1234) -> Config:
@@ -117,9 +114,9 @@ def load(started: Started, folder: Path) -> None:
         engine_state.load_engine(started.engine, reader, name, elsewhere=frozen_in(model))
 
 
-def ending(started: Started, steps: list[tuple[float, float]]) -> Ending:
+def ending(started: Started, steps: list[tuple[float, float]], first: Any, saved: Any) -> Ending:
     masters = {f"{p.kind} {p.name} {p.span}": p.values.numpy().copy() for p in held(started)}
-    return Ending(steps, masters, logits_of(started))
+    return Ending(steps, masters, first, saved)
 
 
 def logits_of(started: Started) -> Any:
@@ -133,8 +130,7 @@ def logits_of(started: Started) -> Any:
     return logits.numpy().copy()
 
 
-def train(root: str, cases: list[Case]) -> list[tuple[Any, Ending]]:
-    """Scores before the first step, of an engine that has not been called yet, and the ending."""
+def train(root: str, cases: list[Case]) -> list[Ending]:
     runtime.initialize_distributed()
     found = []
     for case in cases:
@@ -142,8 +138,9 @@ def train(root: str, cases: list[Case]) -> list[tuple[Any, Ending]]:
         first = logits_of(started)
         steps = run_steps(started, count=BEFORE)
         write(started, base, Path(root) / "saved" / str(case))
+        saved = logits_of(started)
         steps += run_steps(started, first=BEFORE, count=STEPS - BEFORE)
-        found.append((first, ending(started, steps)))
+        found.append(ending(started, steps, first, saved))
     runtime.destroy_distributed()
     return found
 
@@ -154,10 +151,12 @@ def go_on(root: str, moves: list[tuple[Case, Case]]) -> list[Ending]:
     found = []
     for before, after in moves:
         started, base = begun(after, f"{root}/{after.family}", seed=2)
+        first = logits_of(started)
         load(started, Path(root) / "saved" / str(before))
+        saved = logits_of(started)
         write(started, base, Path(root) / "again" / f"{before} {after} {runtime.world_size()}")
         steps = run_steps(started, first=BEFORE, count=STEPS - BEFORE)
-        found.append(ending(started, steps))
+        found.append(ending(started, steps, first, saved))
     runtime.destroy_distributed()
     return found
 
@@ -191,7 +190,7 @@ def plain(folder: str, config: Config) -> tuple[Any, list[tuple[float, float]]]:
             group["lr"] = learning_rate(step, training)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((float(nats) / valid, float(norm)))
+        steps.append((float(nats.detach()) / valid, float(norm)))
     return first, steps
 
 
@@ -199,7 +198,6 @@ class Runs(NamedTuple):
     """Trained on two ranks: folder of models and checkpoints, and outcomes of rank 0 and 1."""
 
     root: str
-    first: dict[str, Any]
     endings: dict[str, tuple[Ending, Ending]]
 
 
@@ -210,25 +208,22 @@ def runs() -> Iterator[Runs]:
             make_folder(Path(root) / family, family)
         zero, one = run_ranks(train, 2, root, CASES, timeout=300)
         names = [str(case) for case in CASES]
-        pairs = zip(zero, one, strict=True)
-        endings = {name: (a[1], b[1]) for name, (a, b) in zip(names, pairs, strict=True)}
-        yield Runs(root, {name: a[0] for name, a in zip(names, zero, strict=True)}, endings)
+        yield Runs(root, dict(zip(names, zip(zero, one, strict=True), strict=True)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layout_trains_as_one_plain_process(family: str, runs: Runs) -> None:
+    folder = f"{runs.root}/{family}"
     for case in CASES:
-        if case.family == family:
-            first, expected = plain(
-                f"{runs.root}/{family}", configured(case, f"{runs.root}/{family}")
-            )
-            found = torch.from_numpy(runs.first[str(case)])
-            assert (found - first).abs().max() <= 1e-5, f"{case}: scores of the base"
-            for ending in runs.endings[str(case)]:
-                for (loss, norm), (its_loss, its_norm) in zip(ending.steps, expected, strict=True):
-                    assert abs(loss - its_loss) <= 5e-6, case
-                    assert abs(norm - its_norm) <= 1e-5 * its_norm, case
-            assert abs(expected[-1][0] - expected[0][0]) > 1e-3, "control: it learns"
+        if case.family != family:
+            continue
+        first, expected = plain(folder, configured(case, folder))
+        assert abs(expected[-1][0] - expected[0][0]) > 1e-3, "control: it learns"
+        for found in runs.endings[str(case)]:
+            assert (torch.from_numpy(found.first) - first).abs().max() <= 1e-5, f"{case}: the base"
+            for (loss, norm), (its_loss, its_norm) in zip(found.steps, expected, strict=True):
+                assert abs(loss - its_loss) <= 5e-6, case
+                assert abs(norm - its_norm) <= 1e-5 * its_norm, case
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(runs: Runs) -> None:
@@ -260,3 +255,109 @@ def test_two_ranks_go_on_as_one(runs: Runs) -> None:
         for (loss, norm), (its_loss, its_norm) in zip(found.steps, expected, strict=True):
             assert abs(loss - its_loss) <= 1e-5
             assert abs(norm - its_norm) <= 1e-4 * its_norm
+
+
+def exported(runs: Runs, case: Case, out: Path, *, folder: str | None = None) -> None:
+    """Writes the adapters of a case's checkpoint in PEFT's format."""
+    from cdrmix.export.peft_adapter import RunAdapters, write_adapter
+
+    out.mkdir()
+    config = configured(case, folder or f"{runs.root}/{case.family}")
+    with CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader:
+        write_adapter(out, RunAdapters(reader, config))
+
+
+def scores(model: Any) -> torch.Tensor:
+    ids = global_batch(0, model.config.vocab_size)["input_ids"]
+    with torch.no_grad():
+        return model.eval()(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_gives_peft_the_model_of_the_run(
+    family: str, runs: Runs, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    case = Case(family, "zero2")
+    exported(runs, case, tmp_path / "adapter")
+    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    base = loaded(Path(runs.root) / family)
+    of_base = scores(base)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    found, expected = scores(model), torch.from_numpy(runs.endings[str(case)][0].saved)
+    assert (found - expected).abs().max() == 0
+    assert (found - of_base).abs().max() > 1e-3, "control: adapters act"
+    # the same checkpoint gives the same bytes
+    exported(runs, case, tmp_path / "again")
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (
+            tmp_path / "adapter" / name
+        ).read_bytes()
+
+
+def merged_scores(folder: Path, adapters: Any) -> torch.Tensor:
+    """Scores of the base with the adapters in its weights."""
+    from cdrmix.checkpoint.base_model import BaseWeights
+    from cdrmix.export.peft_adapter import MergedWeights
+
+    model = loaded(folder)
+    with BaseWeights(folder) as base:
+        weights = MergedWeights(base, adapters)
+        for name, values in model.state_dict().items():
+            merged = weights.read(name, Span.whole(Box.whole(values.shape)))
+            values.copy_(merged.view(values.shape))
+    return scores(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_are_the_model_of_the_run(
+    family: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cdrmix.export.peft_adapter import RunAdapters
+
+    case = Case(family, "zero3")
+    folder = Path(runs.root) / family
+    expected = torch.from_numpy(runs.endings[str(case)][0].saved)
+    with CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader:
+        adapters = RunAdapters(reader, configured(case, str(folder)))
+        assert (merged_scores(folder, adapters) - expected).abs().max() <= 1e-5
+        if family in WITH_EXPERTS:
+            # B with the expert slowest, as A has it: every expert gets columns of others
+            read = adapters.factor
+            stacked = {each.b for each in adapters.by_weight.values() if each.num_experts}
+
+            def misread(name: str) -> torch.Tensor:
+                values = read(name)
+                if name not in stacked:
+                    return values
+                by_expert = values.view(len(values), 4, -1)  # [out, E, r], of four experts
+                return by_expert.transpose(1, 2).reshape(values.shape)
+
+            monkeypatch.setattr(adapters, "factor", misread)
+            assert (merged_scores(folder, adapters) - expected).abs().max() > 1e-3, "control"
+
+
+def test_merged_weights_are_the_same_read_whole_or_in_pieces(runs: Runs) -> None:
+    from cdrmix.checkpoint.base_model import BaseWeights
+    from cdrmix.export.peft_adapter import MergedWeights, RunAdapters
+
+    case = Case("mixtral", "zero3")
+    folder = Path(runs.root) / "mixtral"
+    with (
+        CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader,
+        BaseWeights(folder) as base,
+    ):
+        adapters = RunAdapters(reader, configured(case, str(folder)))
+        weights = MergedWeights(base, adapters)
+        for name in adapters.by_weight:
+            block = Box.whole(weights.shape(name))
+            whole = weights.read(name, Span.whole(block))
+            middle = Span(block, block.numel // 3, block.numel // 2)
+            part = whole[middle.start : middle.start + middle.numel]
+            assert torch.allclose(weights.read(name, middle), part, atol=1e-7), name
+            *ends, width = block.shape
+            row = Box((*(size - 1 for size in ends), 0), (*(1 for _ in ends), width))
+            read = weights.read(name, Span.whole(row))
+            assert torch.allclose(read, whole[-width:], atol=1e-7), name

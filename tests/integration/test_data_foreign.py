@@ -190,6 +190,19 @@ def test_what_does_not_fit_is_told_before_the_build(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_build_without_eos_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "model", "sentencepiece")
+    (folder / "tokenizer_config.json").unlink()
+    recipe = write_recipe(tmp_path, {"path": str(folder)})
+    out = tmp_path / "out"
+    assert main(["data", "build", "--config", str(recipe), "--out", str(out)]) != 0
+    said = capsys.readouterr().err
+    assert said.count("no EOS") == 1 and "tokenizer.eos_token" in said
+    assert not out.exists()
+
+
 def test_a_data_set_is_inspected(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "inspect", str(built)]) == 0
     assert "tokens" in capsys.readouterr().out

@@ -207,7 +207,7 @@ def test_what_cannot_be_exported_is_refused_in_one_message(made: Path, tmp_path:
         ["run", "--verify", "folder"],
         ["--verify", "folder", "--checkpoint", "last"],
         ["run", "--out", "folder", "--format", "gguf"],
-        ["run", "--out", "folder", "--checkpoint", "best"],
+        ["run", "--out", "folder", "--checkpoint", "newest"],
         ["run", "--out", "folder", "--max-shard-gib", "0"],
         ["run", "--out", "folder", "--weights", "ema"],
     ],

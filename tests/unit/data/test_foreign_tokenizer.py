@@ -19,6 +19,7 @@ from cdrmix.data.document import (
     rearranged,
     restored,
 )
+from cdrmix.data.foreign_tokenizer import ForeignTokenizer
 from cdrmix.data.special_tokens import Choices
 from cdrmix.data.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
@@ -94,6 +95,13 @@ def test_blanks_stand_where_the_text_has_them(loaded: dict[str, Tokenizer]) -> N
     assert unigram.encode("self") == unigram.encode(" self", continues=True)
     assert unigram.encode("self") != unigram.encode("self", continues=True)
     assert unigram.decode(unigram.encode(" self", continues=True), continues=True) == " self"
+
+
+def test_a_first_word_without_a_blank_takes_one_engine(loaded: dict[str, Tokenizer]) -> None:
+    # A large vocabulary takes a second to read and some hundreds of MB.
+    tokenizer = loaded["byte_level"]
+    assert isinstance(tokenizer, ForeignTokenizer)
+    assert tokenizer._later is tokenizer._first
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,6 +304,27 @@ def test_a_broken_file_says_what_to_do(
     with pytest.raises(DataError, match=message) as raised:
         load_tokenizer(tmp_path)
     assert "Copy it again" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        # Faults of the package tokenizers 0.23: the end of the process, and an error of its own.
+        ("sentencepiece", damaged(lambda v: v["model"].update(continuing_subword_prefix="x"))),
+        ("sentencepiece", damaged(lambda v: v["post_processor"].update(special_tokens={}))),
+        ("unigram", damaged(lambda v: v["model"].update(unk_id=None))),
+        ("unigram", damaged(lambda v: v["model"].update(unk_id=9999))),
+        ("wordpiece", damaged(lambda v: v["model"]["vocab"].pop("[UNK]"))),
+    ],
+)
+def test_what_the_package_cannot_use_is_an_error_of_the_file(
+    folders: dict[str, Path], tmp_path: Path, kind: str, damage: Callable[[str], str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(damage((folders[kind] / "tokenizer.json").read_text()))
+    config = folders[kind] / "tokenizer_config.json"
+    (tmp_path / "tokenizer_config.json").write_bytes(config.read_bytes())
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer\.json of the package"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_eos_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

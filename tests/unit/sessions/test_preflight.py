@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from cdrmix.sessions.preflight import check_start
 from tests.checkpoints import save_checkpoint
 from tests.conftest import TINY
 from tests.harness import ROOT
+from tests.hf_models import make_folder
 from tests.made_run import made_run
 from tests.unit.data.token_folder import write_token_folder
 
@@ -216,3 +218,23 @@ def test_old_data_that_do_not_fit_are_told_by_their_key(data: Path, tmp_path: Pa
     assert any("another tokenizer than data.path" in line for line in told(with_cpt(other)))
     short = write_token_folder(tmp_path / "short", {"train": [range(300)]})
     assert any("no split 'validation'" in line for line in told(with_cpt(short)))
+
+
+def test_data_of_another_tokenizer_than_that_of_a_hugging_face_model(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "model", "llama", vocab_size=4096)
+    config = load_config(TINY)
+    model = {"kind": "hf", "path": str(folder)}
+
+    def of(path: Path | str) -> Config:
+        values = config.model_dump() | {"model": model, "data": {"path": str(path)}}
+        return Config.model_validate(values)
+
+    text = refusal(of(small_corpus), DataError)
+    assert "data.path: its tokens are of another tokenizer than the model's" in text
+    assert str(folder) in text
+    text = refusal(of("sample"), DataError)
+    assert text.startswith("data.path = sample: is built with a tokenizer of its own")
+    shutil.copyfile(small_corpus / "tokenizer.json", folder / "tokenizer.json")
+    check(of(small_corpus))
