@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from cdrmix.errors import ConfigError
 
+# In place of names: every linear layer that may be adapted.
+ALL_LINEAR = "all-linear"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _GATED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -59,3 +61,11 @@ def rank_of(parameter: str, rank: int) -> int:
         rank: `model.lora.rank`.
     """
     return 2 * rank if parameter.rpartition(".")[2] in _FUSED else rank
+
+
+def dropout_refused(dropout: float) -> str:
+    """Message for adapters of experts with dropout, which peft cannot compute."""
+    return (
+        f"lora.dropout = {dropout:g}: adapters of experts act on weights, not on inputs that could "
+        "be dropped. Try lora.dropout = 0, or lora.experts = false"
+    )

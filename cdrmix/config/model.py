@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from cdrmix.config.hugging_face import sizes_of_folder
+from cdrmix.config.lora_targets import dropout_refused
 
 
 class Section(BaseModel):
@@ -194,6 +195,9 @@ class ModelConfig(Section):
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
             )
         if self.kind == "hf":
+            lora = self.lora
+            if lora is not None and lora.dropout and lora.experts and self.moe is not None:
+                raise ValueError(dropout_refused(lora.dropout))
             return self
         for key, value in (("path", self.path), ("lora", self.lora)):
             if value is not None:

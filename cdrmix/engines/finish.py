@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cdrmix import runtime
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import METRICS
@@ -79,13 +80,14 @@ def finish(run: Run, stage: Pretraining) -> None:
 
 def _write_adapter(run: Run) -> None:
     """Write the adapters of the last checkpoint as a folder for peft; rank 0."""
-    from cdrmix.export.exported_run import export_run  # brings transformers
+    from cdrmix.export.exported_run import export_checkpoint  # brings transformers
 
     out = run.directory.path / ADAPTER_FOLDER
     if out.exists():  # of an earlier end, before the run was extended; it is read-only
         out.chmod(0o755)
         shutil.rmtree(out)
-    exported = export_run(run.directory.folders[0] / str(run.step), out, form="peft")
+    saved = FoundCheckpoint(run.directory.folders[0] / str(run.step), run.step, ())
+    exported = export_checkpoint(saved, out, form="peft")
     logger.info("adapter: %s, %s parameters", out, f"{exported.num_parameters:,}")
 
 

@@ -107,6 +107,13 @@ def export_run(
     """
     _refuse_existing(out)
     found = newest_checkpoint(checkpoint_place(source, checkpoint))
+    return export_checkpoint(found, out, form=form, max_shard_bytes=max_shard_bytes)
+
+
+def export_checkpoint(
+    found: FoundCheckpoint, out: Path, *, form: Format, max_shard_bytes: int = 5 * 10**9
+) -> Exported:
+    """Writes a verified checkpoint on this rank alone; as `export_run` otherwise."""
     checkpoints = found.path.resolve().parent
     if checkpoints.name == "checkpoints" and checkpoints in out.resolve().parents:
         raise StateError(

@@ -23,7 +23,13 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
-from cdrmix.config.lora_targets import LoraTargets, default_targets, rank_of
+from cdrmix.config.lora_targets import (
+    ALL_LINEAR,
+    LoraTargets,
+    default_targets,
+    dropout_refused,
+    rank_of,
+)
 from cdrmix.config.model import LoraConfig
 from cdrmix.errors import ConfigError
 from cdrmix.log import get_logger
@@ -34,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Every linear layer that may be adapted.
-ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _KINDS = ("attention", "mlp", "experts", "mamba")
 # Words in the class names of modules, and the kind of what is in them.
@@ -109,7 +113,7 @@ def add_adapters(causal: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel
             "linear layers in model.lora.target_modules, or say model.lora.experts = false"
         )
     if lora.dropout and chosen.parameters:
-        raise ConfigError(dropout_refused(lora.dropout))
+        raise ConfigError(f"model.{dropout_refused(lora.dropout)}")
     with warnings.catch_warnings():
         # peft compares patterns with names of linear layers alone, and these are of parameters
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
@@ -155,14 +159,6 @@ def _set_initial_values(model: PeftModel, seed: int) -> None:
             values = torch.empty(parameter.shape, device=parameter.device)
             uniform_(values, 1 / math.sqrt(parameter.shape[-1]), seed=seed, name=stem)
             parameter.copy_(values)
-
-
-def dropout_refused(dropout: float) -> str:
-    """Message for adapters of experts with dropout, which peft cannot compute."""
-    return (
-        f"model.lora.dropout = {dropout:g}: adapters of experts act on weights, not on inputs that "
-        "could be dropped. Try model.lora.dropout = 0, or model.lora.experts = false"
-    )
 
 
 def _parts(causal: nn.Module) -> dict[str, _Part]:

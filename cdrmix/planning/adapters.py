@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
-from cdrmix.config.lora_targets import LoraTargets, default_targets, rank_of
+from cdrmix.config.lora_targets import ALL_LINEAR, LoraTargets, default_targets, rank_of
 from cdrmix.config.model import LoraConfig, ModelConfig
 from cdrmix.errors import PlanError
 from cdrmix.planning.folder_model import folder_model, folder_parameters
@@ -51,7 +51,7 @@ def trained_parameters(model: ModelConfig) -> Iterator[Parameter]:
 def targets_of(model: ModelConfig, lora: LoraConfig) -> LoraTargets:
     """Adapted parts of a model: those that are given, or else those of its family."""
     family = folder_model(model).family
-    if lora.target_modules is not None:
+    if lora.target_modules not in (None, (ALL_LINEAR,)):
         parameters: tuple[str, ...] = ()
         if lora.experts and model.moe is not None:
             if family not in TESTED_FAMILIES:
@@ -75,7 +75,7 @@ def _adapters(parameter: Parameter, targets: LoraTargets, rank: int) -> Iterator
         rank = experts * rank_of(parameter.name, rank)
         module = parameter.name
     elif kind == "weight" and len(parameter.shape) == 2 and parameter.layer is not None:
-        if module.rpartition(".")[2] not in targets.modules:
+        if not f".{module}".endswith(tuple(f".{name}" for name in targets.modules)):
             return
         leaving, entering = parameter.shape
     else:

@@ -180,9 +180,14 @@ class Memory:
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + sum(self.buffers.values())
 
+    def of_device(self, cluster: Cluster) -> int:
+        """Bytes on the device, which on CPUs is the host too: what is offloaded goes nowhere."""
+        return self.total + (self.host if cluster.device == "cpu" else 0)
+
     def fits(self, cluster: Cluster, *, share: float) -> bool:
         """True if it is within `share` of the device's memory, and of the host's."""
-        return self.total <= share * cluster.memory_bytes and self.fits_host(cluster, share=share)
+        fits_device = self.of_device(cluster) <= share * cluster.memory_bytes
+        return fits_device and self.fits_host(cluster, share=share)
 
     def fits_host(self, cluster: Cluster, *, share: float) -> bool:
         """True if all ranks of a host are within `share` of its memory."""

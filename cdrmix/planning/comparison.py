@@ -12,6 +12,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster
 from cdrmix.planning.cost import time_text
+from cdrmix.planning.fine_tuning import with_adapters
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
@@ -35,6 +36,7 @@ class Comparison:
     runners_up: tuple[Plan, ...]  # other plans that this version can run, best first
     later: tuple[Plan, ...]  # best plans that this version cannot run
     num_layouts: int  # number of legal layouts compared
+    profile: str | None  # as given; None: chosen
     # changes that would make the plan fit, one line each; empty if it fits
     changes: tuple[str, ...]
 
@@ -89,6 +91,7 @@ def compare(config: Config, cluster: Cluster, *, profile: str | None = None) -> 
         runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
         later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
+        profile=profile,
         changes=(),
     )
     return compared if compared.fits else replace(compared, changes=tuple(_changes(compared)))
@@ -104,7 +107,9 @@ def check_fits(compared: Comparison) -> None:
         raise PlanError(f"{config.name}: " + "\n".join(unavailable(plan, config, cluster)))
     if not compared.fits:
         # a layout that this version lacks comes first there, and cannot be tried
-        advice = next(each for each in compared.changes if each.startswith("would "))
+        advices = [each for each in compared.changes if each.startswith("would ")]
+        # All ways for a Hugging Face model: its user has not chosen its size.
+        advice = "; or it ".join(advices if config.model.kind == "hf" else advices[:1])
         raise PlanError(
             f"{config.name}: no layout fits {cluster}: the smallest takes "
             f"{shortfall(plan, config, cluster)}. What to try: it {advice}"
@@ -137,6 +142,8 @@ def _changes(compared: Comparison) -> Iterator[str]:
             f"fits with {fitting.describe()}: {memory.total / GIB:.1f} GiB a device, "
             f"{cost.tokens_per_second:,.0f} tokens per second; {needed}: {UNAVAILABLE}"
         )
+    if adapters := with_adapters(compared.config, cluster, compared.profile):
+        yield adapters
     if not plan.activation_checkpointing:
         yield "would take less with training.activation_checkpointing = true"
     if training.micro_batch_size is not None and training.micro_batch_size > 1:
@@ -159,9 +166,9 @@ def _changes(compared: Comparison) -> Iterator[str]:
             has_wider = True
             break
     needs = []
-    if memory.total > training.memory_share * cluster.memory_bytes:
+    if memory.of_device(cluster) > training.memory_share * cluster.memory_bytes:
         devices = "1 device" if cluster.world_size == 1 else f"{cluster.world_size:,} devices"
-        device_gib = math.ceil(memory.total / training.memory_share / GIB)
+        device_gib = math.ceil(memory.of_device(cluster) / training.memory_share / GIB)
         if has_wider and device_gib > max(preset.memory_gib for preset in PRESETS.values()):
             return  # no such device is made
         needs.append(f"on {devices} of {device_gib:,} GiB")
@@ -209,16 +216,19 @@ def plan_text(compared: Comparison, *, explain: bool = False, stream: TextIO | N
     page.add()
     for label, text in _facts(compared, explain=explain):
         page.add(f"  {label:11} {text}", hang=14)
-    for title, lines in (("why", plan.reasons), ("what would have to change", compared.changes)):
+    sections = [("why", plan.reasons), ("what would have to change", compared.changes)]
+    if compared.fits:  # else they say the same as the reasons
+        sections.insert(1, ("warnings", plan.warnings))
+    for title, lines in sections:
         if lines:
             page.add_title(title)
             for line in lines:
                 page.add(f"  - {line}", hang=4)
     for title, plans in (("runners-up", compared.runners_up), (UNAVAILABLE, compared.later)):
         if plans:
-            order, in_order = _for_reading(plans)
+            order, in_order = _for_reading(plans, compared.cluster)
             page.add_title(f"{title}, {order}")
-            page.add_table(_table(in_order, page), right=(0, 1))
+            page.add_table(_table(in_order, compared.cluster, page), right=(0, 1))
     if explain:
         page.add()
         page.add(f"{compared.num_layouts:,} legal layouts compared. {_ASSUMPTIONS}")
@@ -242,7 +252,7 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> Iterator[str]:
         yield f"  {part:28} {size / GIB:9,.2f}"
 
 
-def _for_reading(plans: Sequence[Plan]) -> tuple[str, list[Plan]]:
+def _for_reading(plans: Sequence[Plan], cluster: Cluster) -> tuple[str, list[Plan]]:
     """Orders plans by a column of their table, and says by which.
 
     The order of the search goes by rules of which a row shows nothing, such as what is usual.
@@ -253,20 +263,21 @@ def _for_reading(plans: Sequence[Plan]) -> tuple[str, list[Plan]]:
         reverse=True,
     )
     small = sorted(
-        (plan for plan in plans if not plan.fits), key=lambda plan: plan.estimates()[0].total
+        (plan for plan in plans if not plan.fits),
+        key=lambda plan: plan.estimates()[0].of_device(cluster),
     )
     orders = ["the fastest first"] * bool(fast) + ["the smallest first"] * bool(small)
     return ", then those that do not fit, ".join(orders), fast + small
 
 
-def _table(plans: Sequence[Plan], page: Page) -> Iterator[tuple[str, str, str]]:
+def _table(plans: Sequence[Plan], cluster: Cluster, page: Page) -> Iterator[tuple[str, str, str]]:
     """Rows of other plans: numbers first, as the layouts are of very different lengths."""
     yield "    GiB", "tokens/s", "layout"
     for plan in plans:
         memory, cost = plan.estimates()
         note = "" if plan.fits else f", {page.styled('does not fit', 'fail')}"
         speed = f"{cost.tokens_per_second:,.0f}"
-        yield f"{memory.total / GIB:,.1f}", speed, f"{plan.describe()}{note}"
+        yield f"{memory.of_device(cluster) / GIB:,.1f}", speed, f"{plan.describe()}{note}"
 
 
 def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:

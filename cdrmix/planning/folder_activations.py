@@ -104,7 +104,9 @@ class FolderActivations:
     def workspace(self, layout: Layout) -> int:
         """Bytes of gradients that pass in the backward pass of the largest half of a block."""
         halves = {half for halves in self.found.layers for half in halves}
-        return int(max(map(self._passing, halves)) * self.tokens(layout))
+        passing = max(map(self._passing, halves)) * self.tokens(layout)
+        # of experts with adapters, whose sum with them has a gradient of its own
+        return int(passing) + (self._merged_experts() if "moe" in halves else 0)
 
     @property
     def _is_masked(self) -> bool:

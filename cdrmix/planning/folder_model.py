@@ -17,7 +17,12 @@ from typing import Any, Literal
 
 from cdrmix.config.hugging_face import CONFIG_FILE, TESTED_FAMILIES, read_model_config
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.safetensors_headers import INDEX_FILE, WEIGHTS_FILE, tensor_sizes
+from cdrmix.config.safetensors_headers import (
+    INDEX_FILE,
+    RECORD_FILE,
+    WEIGHTS_FILE,
+    tensor_sizes,
+)
 from cdrmix.errors import PlanError
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -59,6 +64,7 @@ _NEMOTRON_BLOCKS: dict[str, Half] = {
 }
 _NEMOTRON_LISTS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", "nemotron_h")
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
 _WITH_NORMED_HEADS = ("qwen3", "qwen3_moe")
 # Buffers that some files hold beside the parameters, and layers that transformers passes over.
 _NO_PARAMETERS = re.compile(r"(\.inv_freq|\.e_score_correction_bias)$|^mtp\.")
@@ -137,7 +143,7 @@ def folder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         DataError: if the safetensors files are damaged or incomplete.
     """
     folder = _folder(model)
-    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)
+    files = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, RECORD_FILE)
     return _parameters(model, tuple(_signature(folder / name) for name in files))
 
 
@@ -166,7 +172,7 @@ def _read(model: ModelConfig, signature: object) -> FolderModel:
     _check_counts(model, values)
     if family == "qwen3_moe" and "moe_intermediate_size" not in given:
         values["moe_intermediate_size"] = _QWEN3_MOE_INNER
-    has_bias = bool(values["attention_bias"]) and family not in ("mistral", "mixtral")
+    has_bias = bool(values["attention_bias"]) and family in _WITH_ATTENTION_BIAS
     is_nemotron = family == "nemotron_h"
     expert_inner = shared_inner = 0
     if family in _WITH_EXPERTS and model.moe is not None:
@@ -178,7 +184,8 @@ def _read(model: ModelConfig, signature: object) -> FolderModel:
         is_known=family in TESTED_FAMILIES,
         model=model,
         layers=tuple(_layers(model, family, values)),
-        is_tied=bool(values["tie_word_embeddings"]),
+        # transformers has no ties of Nemotron-H, whatever config.json says
+        is_tied=bool(values["tie_word_embeddings"]) and not is_nemotron,
         has_query_bias=has_bias or family == "qwen2",
         has_output_bias=has_bias,
         has_normed_heads=family in _WITH_NORMED_HEADS,
@@ -246,10 +253,7 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Parameter, ...]:
     found = folder_model(model)
     folder = _folder(model)
-    stored = None
-    if any(signatures[1:]):  # weights, or their index
-        sizes = tensor_sizes(folder).items()
-        stored = {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
+    stored = _stored_shapes(folder)
     if not found.is_known:
         if stored is None:
             raise PlanError(
@@ -262,6 +266,20 @@ def _parameters(model: ModelConfig, signatures: tuple[object, ...]) -> tuple[Par
     if stored is not None:
         _check_stored(found, stored, listed)
     return listed
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the parameters in a folder's files, or of those that a run has kept of its base;
+    None without either.
+
+    Raises:
+        DataError: if files are missing or damaged.
+    """
+    # An index alone says that the weights are elsewhere.
+    if not (any(folder.glob("*.safetensors")) or (folder / RECORD_FILE).is_file()):
+        return None
+    sizes = tensor_sizes(folder).items()
+    return {name: size.shape for name, size in sizes if not _NO_PARAMETERS.search(name)}
 
 
 def _check_stored(

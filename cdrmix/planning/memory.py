@@ -82,9 +82,12 @@ class MemoryModel:
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
+        experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
         for parameter in parameters(config.model):
+            if parameter.part == "experts":
+                experts[parameter.layer] += parameter.num_elements
             if not parameter.is_trained:
                 self._frozen.append(parameter.num_elements)
                 continue
@@ -97,6 +100,8 @@ class MemoryModel:
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
             self._parts[key][group, is_split] += parameter.num_elements
+        # those of a layer are one module, whose parameters ZeRO-3 gathers at once
+        self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
 
     def estimate(self, layout: Layout, *, has_copy: bool | None = None) -> Memory:
@@ -337,7 +342,8 @@ class MemoryModel:
         if layout.zero_stage == 3:
             # the last layers of the forward pass stay gathered: the backward pass reads them soon
             sizes = self._all_sizes()
-            most = REUSE_DISTANCE // 2 + PREFETCH_ELEMENTS + max(sizes)
+            largest = max(*sizes, self._packed_experts)
+            most = REUSE_DISTANCE // 2 + PREFETCH_ELEMENTS + largest
             total = sum(elements for elements in sizes if elements > PERSISTENT_ELEMENTS)
             buffers["gathered_weights"] = size * min(total, most)
         elif layout.offloads_optimizer:  # one gradient in transfer to the host

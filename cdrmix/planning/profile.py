@@ -14,6 +14,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import rules, zero
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
+from cdrmix.planning.fine_tuning import training_reason, warnings_of
 from cdrmix.planning.layout import (
     ELEMENT_BYTES,
     Combination,
@@ -123,6 +124,8 @@ def explained(
         reasons = [*rules.broken(combination), memory_reason(plan, config, cluster)]
         return replace(plan, reasons=tuple(reasons), stage_b=stage_b)
     warnings = rules.advise(combination)
+    if config.model.kind == "hf":
+        warnings += warnings_of(config)
     if not plan.fits:
         over = shortfall(plan, config, cluster)
         warnings.append(f"{memory_reason(plan, config, cluster)}: {over}")
@@ -156,11 +159,12 @@ def _reasons(
     if degrees.expert != expert:
         by_experts = "takes less memory"
     faster = _faster(plan, others)
-    reasons = [
+    reasons = [training_reason(config, plan, cluster)] if config.model.kind == "hf" else []
+    reasons += [
         f"profile {plan.name}: {by_size}",
         f"degrees: data {degrees.data} = {cluster.world_size} ranks / (tensor {degrees.tensor} * "
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
-        f"expert {degrees.expert}: {by_experts}",
+        *([] if config.model.kind == "hf" else [f"expert {degrees.expert}: {by_experts}"]),
         f"micro batch {plan.micro_batch_size}: {_micro_batch_reason(plan, config, faster)}",
         memory_reason(plan, config, cluster),
     ]
@@ -257,17 +261,20 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Compares the memory of a plan with that of a device, and of a host if it offloads."""
     memory = plan.estimates()[0]
     share = config.training.memory_share
-    verdict = "within" if memory.total <= share * cluster.memory_bytes else "NOT within"
+    used = memory.of_device(cluster)
+    verdict = "within" if used <= share * cluster.memory_bytes else "NOT within"
     of_device = (
-        f"memory: {size_text(memory.total)} of {size_text(cluster.memory_bytes)} a device, "
+        f"memory: {size_text(used)} of {size_text(cluster.memory_bytes)} a device, "
         f"{verdict} the {100 * share:g} % that a plan may fill"
     )
     fits_host = memory.fits_host(cluster, share=share)
-    if not memory.host and fits_host:
+    if fits_host and (cluster.device == "cpu" or not memory.host):
         return of_device
-    used = size_text(memory.on_host * cluster.gpus_per_node)
+    used = memory.on_host * cluster.gpus_per_node
     verdict = "within" if fits_host else "NOT within"
-    return f"{of_device}; {used} of {cluster.host_memory_gib:,g} GiB a host, {verdict} it"
+    return (
+        f"{of_device}; {size_text(used)} of {cluster.host_memory_gib:,g} GiB a host, {verdict} it"
+    )
 
 
 def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
@@ -278,10 +285,12 @@ def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
     memory = plan.estimates()[0]
     share = config.training.memory_share
     lacking = []
-    over = memory.total - share * cluster.memory_bytes
+    over = memory.of_device(cluster) - share * cluster.memory_bytes
     if over > 0:
         parts = memory.to_json()
         del parts["total"]
+        if memory.of_device(cluster) > memory.total:
+            parts["offloaded states"] = memory.host
         lacking.append(f"{size_text(over)} too much for a device ({_largest(parts)})")
     if not memory.fits_host(cluster, share=share):
         ranks = cluster.gpus_per_node

@@ -68,7 +68,9 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
             rank = (
                 bool(missing),
                 not plan.fits,
-                0 if plan.fits else memory.total,  # among those that do not fit, the smallest
+                0
+                if plan.fits
+                else memory.of_device(cluster),  # among those that do not fit, the smallest
                 not plan.saves_in_background,  # there is room for a copy to write from
                 not is_usual,
                 # the speed of a host's optimizer is assumed, so offloading is a last resort

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import Cluster, processes
 from cdrmix.planning.layout import AXES, Degrees, Layout
 from cdrmix.planning.plan import Plan
@@ -76,7 +77,17 @@ class Aspect:
 
 def rehearsals(config: Config, plan: Plan) -> list[Rehearsal]:
     """Returns small runs that together have every axis of a plan: one, or two where one would need
-    more processes than a laptop runs."""
+    more processes than a laptop runs.
+
+    Raises:
+        PlanError: if the model is not RWKX-V, which alone has small ones here.
+    """
+    if config.model.kind == "hf":
+        raise PlanError(
+            f"{config.name}: model.kind = hf: only RWKX-V is made smaller for a rehearsal. Try a "
+            "run of a small model of the same family: cdrmix train --set model.path=FOLDER --set "
+            "training.max_steps=2"
+        )
     return [
         Rehearsal(_small_config(config, plan, degrees), plan.profile, degrees)
         for degrees in small_degrees(plan.degrees)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cdrmix import __version__
 from cdrmix.runtime.environment import local_rank, local_world_size
+from cdrmix.runtime.host_memory import host_memory_gib
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
 
@@ -38,11 +39,6 @@ def device_memory_gib() -> float:
     if use_cpu():
         return host_memory_gib() / local_world_size()
     return torch.cuda.get_device_properties(device()).total_memory / 2**30
-
-
-def host_memory_gib() -> float:
-    """Memory of this rank's host (GiB)."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def set_threads() -> None:

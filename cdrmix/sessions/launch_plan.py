@@ -23,6 +23,8 @@ from cdrmix.log import get_logger
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster, make_cluster
 from cdrmix.planning.comparison import Comparison, check_fits, compare
 from cdrmix.planning.cost import time_text
+from cdrmix.planning.fine_tuning import check_host
+from cdrmix.runtime.host_memory import available_memory_gib
 from cdrmix.sessions.preflight import check_start
 
 logger = get_logger(__name__)
@@ -66,6 +68,9 @@ def check_launch(
     compared = None
     if expected.cluster is not None:
         compared = compare(config, expected.cluster, profile=job.profile)
+        if not job.hosts or any(is_this_machine(host.name) for host in job.hosts):
+            available = available_memory_gib()
+            check_host(compared.plan, config, expected.cluster, available_gib=available)
         stage = config.training.stage
         # Only what this start trains has to fit.
         if (stage != "b" and not compared.fits) or (stage != "a" and not compared.stage_b_fits):

@@ -33,8 +33,10 @@ from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.fine_tuning import check_host
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
+from cdrmix.runtime.host_memory import available_memory_gib
 
 logger = get_logger(__name__)
 
@@ -58,7 +60,11 @@ def choose_here(config: Config, *, profile: str | None) -> Plan:
         gpu_memory_gib=min(device_gib),
     )
     cluster = replace(cluster, host_memory_gib=min(host_gib), host_memory_source="measured")
-    return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
+    plan = runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
+    runtime.together(
+        lambda: check_host(plan, config, cluster, available_gib=available_memory_gib())
+    )
+    return plan
 
 
 def run_training(

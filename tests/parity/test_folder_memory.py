@@ -1,4 +1,4 @@
-"""The plan's bytes per rank for Hugging Face models against what DeepSpeed holds and autograd saves.
+"""The plan's bytes per rank for Hugging Face models against what DeepSpeed and autograd hold.
 
 Weights, gradients, optimizer and what is on the host must be equal to the byte; activations are
 within 1 % (5 % are asked for): masks and indices of a few bytes are left out.

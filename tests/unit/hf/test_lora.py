@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 
 from cdrmix.config.lora_targets import LoraTargets
-from cdrmix.config.model import LoraConfig
+from cdrmix.config.model import LoraConfig, ModelConfig
 from cdrmix.errors import ConfigError
 from cdrmix.hf import lora
 from cdrmix.hf.lora import adapters_in, add_adapters
-from tests.hf_models import VOCAB_SIZE, config_of
+from tests.hf_models import VOCAB_SIZE, config_of, make_folder
 
 
 def made(family: str) -> Any:
@@ -126,6 +127,13 @@ def test_what_cannot_be_adapted_is_refused(
     with pytest.raises(ConfigError) as refused:
         wrapped(family, **settings)
     assert words in str(refused.value)
+
+
+def test_dropout_beside_experts_is_refused_with_the_configuration(tmp_path: Path) -> None:
+    values = {"kind": "hf", "path": str(make_folder(tmp_path / "base", "mixtral"))}
+    with pytest.raises(ValidationError, match="lora.dropout = 0.05"):
+        ModelConfig.model_validate({**values, "lora": {"dropout": 0.05}})
+    ModelConfig.model_validate({**values, "lora": {"dropout": 0.05, "experts": False}})
 
 
 def test_dropout_is_for_models_without_adapted_experts() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.model import ModelConfig
 from cdrmix.errors import PlanError
 from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_divisors
@@ -14,6 +19,10 @@ from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_diviso
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
 LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
+SPANS = (
+    "training.activation_checkpointing=true",
+    "training.sequence_checkpoint_tokens=64",
+)
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -32,6 +41,26 @@ def layout(
         settings["pipeline"] = pipeline_section
     world = given.world_size if world_size is None else world_size
     return Combination(load_config(TINY, overrides), given, settings, "profile.json", world, device)
+
+
+_FOLDERS = TemporaryDirectory(prefix="cdrmix-rules-")
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "vocab_size": 320,
+    "num_local_experts": 4,
+}
+(Path(_FOLDERS.name) / "config.json").write_text(json.dumps(_MIXTRAL))
+
+
+def hf(given: Combination) -> Combination:
+    """The same with a Hugging Face model in place of the tiny one."""
+    model = ModelConfig.model_validate({"kind": "hf", "path": _FOLDERS.name})
+    return replace(given, config=given.config.model_copy(update={"model": model}))
 
 
 def broken(given: Combination) -> set[str]:
@@ -91,6 +120,16 @@ CASES: list[tuple[str, Combination, Combination]] = [
         layout("training.micro_batch_size=4", data=2),
     ),
     ("moe-with-stage-3", layout(zero={"stage": 3}), layout("model.moe=null", zero={"stage": 3})),
+    ("moe-with-stage-3", layout(zero={"stage": 3}), hf(layout(zero={"stage": 3}, data=2))),
+    ("hf-with-tensor", hf(layout(tensor=2)), layout(tensor=2)),
+    ("hf-with-pipeline", hf(layout(pipeline=4)), layout(pipeline=4)),
+    ("hf-with-sequence", hf(layout(data=2, sequence=2)), layout(data=2, sequence=2)),
+    ("hf-with-expert", hf(layout(data=2, expert=2)), layout(data=2, expert=2)),
+    (
+        "hf-in-spans",
+        hf(layout(*SPANS)),
+        layout(*SPANS),
+    ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (
         "stage-0-clips-wrongly",
@@ -132,6 +171,11 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "experts-need-reduce-scatter",
         layout(zero={"stage": 2, "reduce_scatter": False}),
         layout("model.moe=null", zero={"stage": 2, "reduce_scatter": False}),
+    ),
+    (
+        "experts-need-reduce-scatter",
+        layout(zero={"stage": 2, "reduce_scatter": False}),
+        hf(layout(zero={"stage": 2, "reduce_scatter": False})),
     ),
     (
         "experts-need-reduce-scatter",

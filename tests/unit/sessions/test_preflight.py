@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -171,6 +172,29 @@ def test_stage_b_needs_a_stage_a_and_goes_on_without_it(data: Path, tmp_path: Pa
     check(gone, run_dir=run_dir, resume="auto")
     check(gone, resume=str(run_dir))
     assert told in refusal(gone, StateError, run_dir=tmp_path / "new")
+
+
+def test_a_base_is_looked_at_unless_a_checkpoint_holds_all_weights(
+    data: Path, tmp_path: Path
+) -> None:
+    sizes = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 320}
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({**sizes, "num_attention_heads": 2}))
+    (base / "pytorch_model.bin").write_bytes(b"")
+    shutil.copyfile(data / "tokenizer.json", base / "tokenizer.json")
+    training = {"max_steps": 1, "global_batch_size": 2, "sequence_length": 64}
+    training |= {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0}
+    model = {"kind": "hf", "path": str(base)}
+    path = {"path": str(data)}
+    config = Config.model_validate(
+        {"name": "further", "model": model, "training": training, "data": path}
+    )
+    assert "its weights are pickles (pytorch_model.bin)" in refusal(config, DataError)
+    run_dir = tmp_path / "run"
+    state = {"config": config.model_dump(mode="json")}
+    save_checkpoint(run_dir / "checkpoints", 1, [], state=state, rank_state={}, keep=1)
+    check(config, run_dir=run_dir, resume="auto")
 
 
 def test_a_start_is_checked_without_torch() -> None:
