@@ -85,7 +85,6 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
             "linear layer behind the last hidden states"
         )
     causal.tie_weights()  # left out where no values are made
-    _keep_float32(causal)
     return causal
 
 
@@ -117,16 +116,6 @@ def _attention(config: Config, model: nn.Module) -> str:
         name, why = "flash_attention_2", "flash-attn is installed"
     logger.info("attention: %s: %s", name, why)
     return name
-
-
-def _keep_float32(causal: nn.Module) -> None:
-    """Sets buffers to float32 that the family keeps in it, such as a router's correction."""
-    kept: set[str] = set()
-    for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept |= set(getattr(causal, key, None) or ())
-    for name, buffer in causal.named_buffers():
-        if buffer.is_floating_point() and any(part in kept for part in name.split(".")):
-            buffer.data = buffer.data.float()
 
 
 @contextlib.contextmanager
