@@ -53,6 +53,7 @@ _SLOW = (
     "tests/distributed/test_checkpoint_state",
     "tests/distributed/test_communication",
     "tests/distributed/test_health",
+    "tests/distributed/test_hugging_face",
     "tests/distributed/test_late_copies",
     "tests/distributed/test_layouts",
     "tests/distributed/test_partitioned",

@@ -36,6 +36,7 @@ class Case:
         recompute: layers run again in the backward pass.
         precision: of the run.
         zero: changes of the profile's `zero_optimization`.
+        broken: fault to plant, by name.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Case:
     recompute: bool = False
     precision: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
+    broken: str = ""
 
     def __str__(self) -> str:
         parts = [self.family, self.profile, "recomputed" if self.recompute else ""]

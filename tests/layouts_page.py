@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from cdrmix.planning.rules import RULES
+from tests.distributed import test_hugging_face
 from tests.distributed.test_layouts import FAULTS, LAYOUTS
 from tests.harness import ROOT
 from tests.layouts import Case
@@ -21,7 +22,12 @@ _AXES = ("pipeline", "tensor", "data", "sequence", "expert")
 
 def rewritten(page: str) -> str:
     """The page with its generated tables as they are today."""
-    for name, lines in (("supported", supported()), ("faults", faults()), ("refused", refused())):
+    for name, lines in (
+        ("supported", supported()),
+        ("faults", faults()),
+        ("hugging-face", hugging_face()),
+        ("refused", refused()),
+    ):
         begin, end = f"<!-- {name}: generated -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         assert pattern.search(page), f"{PAGE} has no place for {name}"
@@ -56,6 +62,15 @@ def _row(case: Case) -> list[str]:
 def faults() -> list[str]:
     """One row for each planted fault that the comparison notices."""
     return _table(["fault", "layout"], ([case.broken, str(case)] for case in FAULTS))
+
+
+def hugging_face() -> list[str]:
+    """One row for each family: profiles under which two ranks are held against plain torch."""
+    kinds: dict[str, list[str]] = {}
+    for case in test_hugging_face.CASES:
+        kinds.setdefault(case.family, []).append(str(case).removeprefix(f"{case.family} "))
+    rows = ([f"`{family}`", ", ".join(profiles)] for family, profiles in kinds.items())
+    return _table(["family", "profiles"], rows)
 
 
 def refused() -> list[str]:

@@ -282,6 +282,11 @@ def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(size, dict):
             given = given if isinstance(given, dict) else {}
             changed = {name: given[name] for name in _EXPERT_SIZES if name in given}
+            if given.get("drop_tokens"):
+                raise ValueError(
+                    "moe.drop_tokens = true has no meaning with kind = hf, whose experts take all "
+                    "tokens. Leave it out"
+                )
             filled[key] = {**size, **given}
             is_other = any(size[name] != value for name, value in changed.items())
         else:

@@ -61,6 +61,7 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
         transformers.logging.set_verbosity_error()
     remote = runs_own_code(folder, config.model.remote_code)
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
+    _warn_of_length(config, settings)
     dtype = _DTYPES[config.training.precision]
     make = partial(
         AutoModelForCausalLM.from_config, settings, dtype=dtype, trust_remote_code=remote
@@ -84,8 +85,19 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
             "linear layer behind the last hidden states"
         )
     causal.tie_weights()  # left out where no values are made
-    _keep_float32(causal)
     return causal
+
+
+def _warn_of_length(config: Config, settings: Any) -> None:
+    """Warns, on rank 0, of samples that are longer than those the model was made for."""
+    longest = getattr(settings, "max_position_embeddings", None)
+    length = config.training.sequence_length
+    if runtime.rank() == 0 and longest is not None and length > longest:
+        logger.warning(
+            "warning: training.sequence_length = %d is more than max_position_embeddings = %d of "
+            "model.path: later positions are new to it",
+            *(length, longest),
+        )
 
 
 def _attention(config: Config, model: nn.Module) -> str:
@@ -106,16 +118,6 @@ def _attention(config: Config, model: nn.Module) -> str:
     return name
 
 
-def _keep_float32(causal: nn.Module) -> None:
-    """Sets buffers to float32 that the family keeps in it, such as a router's correction."""
-    kept: set[str] = set()
-    for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept |= set(getattr(causal, key, None) or ())
-    for name, buffer in causal.named_buffers():
-        if buffer.is_floating_point() and any(part in kept for part in name.split(".")):
-            buffer.data = buffer.data.float()
-
-
 @contextlib.contextmanager
 def _given_types_stay() -> Iterator[None]:
     """Has zero.Init leave the type of a tensor that is made with one; entered before it.
@@ -123,8 +125,7 @@ def _given_types_stay() -> Iterator[None]:
     DeepSpeed would make all tensors of floats in the type of the run, also the frequencies of
     rotary positions, which are float32 in any model (0.19.8, runtime/zero/partition_parameters.py).
     """
-    from deepspeed.runtime.zero import partition_parameters
-
+    partition_parameters = runtime.import_deepspeed().runtime.zero.partition_parameters
     original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
 
     def wrapper(

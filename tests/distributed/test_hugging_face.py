@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from cdrmix import runtime
@@ -68,17 +69,64 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with that of each family."""
     quiet()
     root = tmp_path_factory.mktemp("models")
-    for family in dict.fromkeys(case.family for case in CASES):
+    for family in dict.fromkeys(case.family for case in CASES + FAULTS):
         make_folder(folder_of(root, family), family)
     return root
 
 
+# What must be noticed: the comparison fails by an order of magnitude and more.
+FAULTS = [
+    Case("mixtral", broken="local statistics"),
+    Case("llama", profile="zero3", broken="head not counted"),
+    Case("nemotron_h", broken="one document in mixers"),
+    Case("mistral", broken="one document in attention"),
+    Case("qwen2", broken="all parameters decayed"),
+]
+
+
+def plant(broken: str) -> None:
+    """Put a fault into this process, in place of an earlier one."""
+    from cdrmix.engines import optim, stage_a
+    from cdrmix.hf import model
+    from cdrmix.hf.packing import Documents
+
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "local statistics": (stage_a, "mean_over_ranks", lambda x, _: x),
+        "head not counted": (
+            *(model.Head, "forward"),
+            lambda self, hidden, score: score(hidden, self._weight().detach()),
+        ),
+        "one document in mixers": (Documents, "keep_apart_in", lambda *_: None),
+        "one document in attention": (
+            *(model, "document_positions"),
+            lambda ids: torch.arange(ids.shape[1]).expand(ids.shape),
+        ),
+        "all parameters decayed": (
+            *(optim, "parameter_groups"),
+            lambda model, weight_decay: [
+                {"params": list(model.parameters()), "weight_decay": 500 * weight_decay}
+            ],
+        ),
+    }
+    for owner, name, original in _WHOLE:
+        setattr(owner, name, original)
+    _WHOLE.clear()
+    if broken:
+        owner, name, value = faults[broken]
+        _WHOLE.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+
+_WHOLE: list[tuple[Any, str, Any]] = []  # what a fault has replaced
+
+
 def train_each(root: Path, cases: list[Case]) -> list[list[tuple[float, float]]]:
-    """Losses and gradient norms of each case on this rank."""
+    """Losses and gradient norms of each case on this rank, with its fault."""
     quiet()
     runtime.initialize_distributed()
     found = []
     for case in cases:
+        plant(case.broken)
         started = start(case, folder_of(root, case.family))
         found.append(run_steps(started))
         started.engine.destroy()
@@ -89,9 +137,10 @@ def train_each(root: Path, cases: list[Case]) -> list[list[tuple[float, float]]]
 @pytest.fixture(scope="module")
 def trained(models: Path) -> dict[Case, list[tuple[float, float]]]:
     """Losses and norms of all cases, from one pair of ranks."""
-    ours, theirs = run_ranks(train_each, 2, models, CASES, timeout=300, preloaded=MODULES)
+    cases = CASES + FAULTS
+    ours, theirs = run_ranks(train_each, 2, models, cases, timeout=300, preloaded=MODULES)
     assert ours == theirs
-    return dict(zip(CASES, ours, strict=True))
+    return dict(zip(cases, ours, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +171,12 @@ def test_equals_plain_torch(case: Case, trained: Any, plain: Any) -> None:
     loss, norm = deviations(trained[case], expected)
     assert loss < LOSS_TOLERANCE
     assert norm < NORM_TOLERANCE
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.broken)
+def test_the_comparison_notices(case: Case, trained: Any, plain: Any) -> None:
+    loss, norm = deviations(trained[case], plain(case.family))
+    assert loss > 10 * LOSS_TOLERANCE or norm > 10 * NORM_TOLERANCE
 
 
 def types(root: Path, cases: list[Case]) -> list[dict[str, str]]:

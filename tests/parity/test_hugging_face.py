@@ -16,12 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import ConfigError
+from cdrmix.hf.build import build_model
 from cdrmix.hf.family_check import check_family
 from cdrmix.hf.model import HuggingFaceModel
+from cdrmix.hf.names import logical_name
 from cdrmix.hf.packing import document_positions, document_spans, stateful_mixers
 from cdrmix.models.generate import generate
 from tests.hf_models import VOCAB_SIZE, make_folder
-from tests.hf_runs import Case, loaded, make_config
+from tests.hf_runs import Case, loaded, make_config, make_plan
 
 TOLERANCE = 1e-5
 NOTICED = 1e-2
@@ -247,6 +249,30 @@ def test_text_is_that_of_whole_passes(
             scores = model.eval().logits(model(seen).hidden[:, -1])
             seen = torch.cat([seen, scores.argmax(-1, keepdim=True)], 1)
     assert torch.equal(new, seen[:, 9:])
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "nemotron_h"])
+def test_model_is_made_without_values_and_then_is_that_of_transformers(
+    family: str, folders: Any, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(family, recompute=True)
+    config = make_config(case, folders(family))
+    long = config.training.model_copy(update={"sequence_length": 129})
+    with caplog.at_level("INFO", logger="cdrmix"):
+        model = build_model(
+            config.model_copy(update={"training": long}), make_plan(case, config, 1)
+        )
+    assert "sequence_length = 129 is more than max_position_embeddings = 128" in caplog.text
+    assert "attention: sdpa: on CPUs" in caplog.text
+    whole = loaded(folders(family))
+    tied = family == "llama-tied"
+    assert (model.causal.lm_head.weight is model.causal.get_input_embeddings().weight) == tied
+    model.causal.load_state_dict(whole.state_dict())
+    assert any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
+    expected = whole(ids, use_cache=False).logits
+    assert distance(model.logits(model(ids).hidden), expected) < TOLERANCE
+    names = {logical_name(name) for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in whole.named_parameters()}
 
 
 def test_family_without_tests_here(folders: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import dynamic_module_utils
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from cdrmix.config.safetensors_headers import tensor_sizes
@@ -141,3 +144,33 @@ def test_other_conversion_is_refused(
     monkeypatch.setattr(weights, "get_model_conversion_mapping", lambda _: [turned])
     with pytest.raises(ConfigError, match=r"'mixtral' are converted by Transpose"):
         map_names(*mixtral, place="base")
+
+
+CODE = {
+    "configuration_own.py": "from transformers import LlamaConfig\n"
+    "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
+    "modeling_own.py": "from transformers import LlamaForCausalLM\n"
+    "from .configuration_own import OwnConfig\n"
+    "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n",
+}
+
+
+def test_model_of_code_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = make_folder(tmp_path / "own", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    classes = {"AutoConfig": "configuration_own.OwnConfig"}
+    classes["AutoModelForCausalLM"] = "modeling_own.OwnForCausalLM"
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": classes}))
+    digests = []
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+        digests.append(hashlib.sha256(text.encode()).hexdigest())
+    model = skeleton(folder, digests)
+    assert type(model).__name__ == "OwnForCausalLM"
+    shapes = shapes_of(folder)
+    assert map_names(model, shapes, place=folder).origins().keys() == shapes.keys()
+    with pytest.raises(ConfigError, match=digests[1]):
+        skeleton(folder, digests[:1])

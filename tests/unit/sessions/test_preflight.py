@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from cdrmix.sessions.preflight import check_start
 from tests.checkpoints import save_checkpoint
 from tests.conftest import TINY
 from tests.harness import ROOT
+from tests.hf_models import make_folder
 from tests.unit.data.token_folder import write_token_folder
 
 REASON = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
@@ -171,6 +174,29 @@ def test_stage_b_needs_a_stage_a_and_goes_on_without_it(data: Path, tmp_path: Pa
     assert told in refusal(gone, StateError, run_dir=tmp_path / "new")
 
 
+def test_a_base_is_looked_at_unless_a_checkpoint_holds_all_weights(
+    data: Path, tmp_path: Path
+) -> None:
+    sizes = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 320}
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({**sizes, "num_attention_heads": 2}))
+    (base / "pytorch_model.bin").write_bytes(b"")
+    shutil.copyfile(data / "tokenizer.json", base / "tokenizer.json")
+    training = {"max_steps": 1, "global_batch_size": 2, "sequence_length": 64}
+    training |= {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0}
+    model = {"kind": "hf", "path": str(base)}
+    path = {"path": str(data)}
+    config = Config.model_validate(
+        {"name": "further", "model": model, "training": training, "data": path}
+    )
+    assert "its weights are pickles (pytorch_model.bin)" in refusal(config, DataError)
+    run_dir = tmp_path / "run"
+    state = {"config": config.model_dump(mode="json")}
+    save_checkpoint(run_dir / "checkpoints", 1, [], state=state, rank_state={}, keep=1)
+    check(config, run_dir=run_dir, resume="auto")
+
+
 def test_a_start_is_checked_without_torch() -> None:
     check = (
         "import sys\n"
@@ -183,3 +209,23 @@ def test_a_start_is_checked_without_torch() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
     assert done.stderr.count("error: ") == 1
+
+
+def test_data_of_another_tokenizer_than_that_of_a_hugging_face_model(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path / "model", "llama", vocab_size=4096)
+    config = load_config(TINY)
+    model = {"kind": "hf", "path": str(folder)}
+
+    def of(path: Path | str) -> Config:
+        values = config.model_dump() | {"model": model, "data": {"path": str(path)}}
+        return Config.model_validate(values)
+
+    text = refusal(of(small_corpus), DataError)
+    assert "data.path: its tokens are of another tokenizer than the model's" in text
+    assert str(folder) in text
+    text = refusal(of("sample"), DataError)
+    assert text.startswith("data.path = sample: is built with a tokenizer of its own")
+    shutil.copyfile(small_corpus / "tokenizer.json", folder / "tokenizer.json")
+    check(of(small_corpus))
