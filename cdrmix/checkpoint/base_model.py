@@ -15,7 +15,7 @@ import torch
 
 from cdrmix.checkpoint.files import FileRecord, digest, read_json, retried, write_json
 from cdrmix.checkpoint.fragments import Box
-from cdrmix.checkpoint.weight_folder import Piece, WeightFolder
+from cdrmix.checkpoint.weight_folder import Piece, WeightFolder, read_sizes
 from cdrmix.config.hugging_face import BASE_FOLDER, CONFIG_FILE
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.safetensors_headers import RECORD_FILE, tensor_sizes, weight_files
@@ -64,18 +64,19 @@ class BaseWeights(WeightFolder):
         Raises:
             ConfigError: if the model cannot be made, or its weights are converted in a way that is
                 not supported.
-            DataError, StateError: if files are missing or damaged, or are of another model.
+            DataError: if files are missing or damaged, or are of another model.
         """
         # transformers takes seconds to import, which runs of RWKX-V do not wait for
         from cdrmix.hf.weights import map_names, skeleton
 
-        sizes = {name: size.shape for name, size in tensor_sizes(folder).items()}
+        sizes = read_sizes(folder)
         model = skeleton(folder, remote_code)
         self.family: str = model.config.model_type
         self.num_parameters = sum(each.numel() for each in model.parameters())
-        self.name_map = map_names(model, sizes, place=folder)
+        shapes = {name: size.shape for name, size in sizes.items()}
+        self.name_map = map_names(model, shapes, place=folder)
         unread = {*self.name_map.dropped, *(other for other, _ in self.name_map.tied)}
-        super().__init__(folder, pieces_of(self.name_map), ignored=unread)
+        super().__init__(folder, pieces_of(self.name_map), ignored=unread, sizes=sizes)
 
     def __enter__(self) -> Self:
         """Gives itself."""
@@ -110,13 +111,15 @@ def base_records(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, Fi
             name: (folder / name).stat().st_size for name in (CONFIG_FILE, *weight_files(folder))
         }
         share = sorted(sizes, key=lambda name: (-sizes[name], name))[part::parts]
-        return {name: {"bytes": sizes[name], "sha256": _digest(folder / name)} for name in share}
+        return {
+            name: {
+                "bytes": sizes[name],
+                "sha256": retried(partial(digest, folder / name), folder / name),
+            }
+            for name in share
+        }
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
-
-
-def _digest(path: Path) -> str:
-    return retried(partial(digest, path), path)
 
 
 def digest_of_base(records: Mapping[str, FileRecord]) -> str:

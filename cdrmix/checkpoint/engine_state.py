@@ -172,7 +172,8 @@ def load_weights(
         logical_name: of the module's names.
         fresh: logical names that `source` need not have; they keep their values.
     Raises:
-        StateError: on every rank, if names or shapes differ, or any of them could not read.
+        StateError: on every rank, if names or shapes differ, or any of them could not read; a
+            DataError from a folder of safetensors.
     """
     shapes = _model_shapes(engine, logical_name)
     runtime.together(lambda: check_source(source, shapes, fresh=fresh))

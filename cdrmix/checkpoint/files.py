@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from cdrmix.data.folders import open_new
-from cdrmix.errors import InfrastructureError
+from cdrmix.errors import DataError, InfrastructureError
 from cdrmix.log import get_logger
 
 if TYPE_CHECKING:
@@ -64,12 +64,16 @@ def is_passing(error: BaseException | None) -> bool:
 
 def retried(read: Callable[[], T], path: Path) -> T:
     """Calls `read`, again after pauses while the file system fails, and returns its result. Raises
-    InfrastructureError naming `path` after the last pause, any other failure at once."""
+    InfrastructureError naming `path` after the last pause, any other failure at once.
+
+    A failure is an OSError, or a DataError with one as its cause.
+    """
     for seconds in (*READ_RETRY_SECONDS, None):
         try:
             return read()
-        except OSError as error:
-            if not is_passing(error):
+        except (OSError, DataError) as raised:
+            error = raised.__cause__ if isinstance(raised, DataError) else raised
+            if not isinstance(error, OSError) or not is_passing(error):
                 raise
             if seconds is None:
                 raise InfrastructureError(

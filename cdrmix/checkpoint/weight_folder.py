@@ -13,11 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cdrmix.checkpoint.files import retried
+from cdrmix.checkpoint.files import SAFETENSORS_TYPES, retried
 from cdrmix.checkpoint.fragments import Box, Span, shared_runs
-from cdrmix.checkpoint.stored_tensors import stored_tensors
 from cdrmix.checkpoint.weight_source import WeightSource
-from cdrmix.errors import StateError
+from cdrmix.config.safetensors_headers import TensorSize, tensor_sizes
+from cdrmix.errors import DataError
+
+TYPES = {stored: getattr(torch, name) for name, stored in SAFETENSORS_TYPES.items()}
+"""Types that are read, by their names in safetensors."""
 
 
 class Piece(NamedTuple):
@@ -39,19 +42,21 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
         pieces: Mapping[str, Sequence[Piece]],
         *,
         ignored: Container[str] = (),
+        sizes: Mapping[str, TensorSize] | None = None,
     ) -> None:
-        """Reads the headers of the files.
+        """Compares the pieces with the headers of the files.
 
         Args:
             path: the folder.
             pieces: of each logical name, boxes that fill its tensor without overlap.
             ignored: names of tensors in the files that no piece needs to take.
+            sizes: of the tensors, as `read_sizes` gives them; None: they are read here.
         Raises:
-            StateError: naming it, if a tensor is missing, unexpected or of another shape than its
-                box; otherwise as `stored_tensors`.
+            DataError: naming it, if a tensor is missing, unexpected, quantised or of another shape
+                than its box; otherwise as `read_sizes`.
         """
         self.path = path
-        self._stored = stored_tensors(path)
+        self._stored = read_sizes(path) if sizes is None else sizes
         self._pieces = {name: tuple(each) for name, each in pieces.items()}
         self._check(ignored)
         self._shapes = {name: self._filled(name) for name in self._pieces}
@@ -62,11 +67,12 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
     @classmethod
     def of_whole(cls, path: Path, *, prefix: str = "") -> WeightFolder:
         """Opens a folder whose tensors are whole, their names logical ones after a `prefix`."""
+        sizes = read_sizes(path)
         pieces = {
             name.removeprefix(prefix): (Piece(name, Box.whole(stored.shape)),)
-            for name, stored in stored_tensors(path).items()
+            for name, stored in sizes.items()
         }
-        return cls(path, pieces)
+        return cls(path, pieces, sizes=sizes)
 
     def __exit__(self, *_: object) -> None:
         """Closes the files; tensors already read stay valid."""
@@ -83,7 +89,7 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of the read values: that which holds those of all pieces."""
-        types = (getattr(torch, self._stored[each.source].dtype) for each in self._pieces[name])
+        types = (TYPES[self._stored[each.source].dtype] for each in self._pieces[name])
         return reduce(torch.promote_types, types)
 
     def read(self, name: str, span: Span) -> Tensor:
@@ -98,13 +104,13 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
             try:
                 values = retried(partial(self._mapped, piece.source), file)
             except (OSError, SafetensorError, RuntimeError) as error:
-                raise StateError(f"{file}: {piece.source} cannot be read: {error}") from error
+                raise DataError(f"{file}: {piece.source} cannot be read: {error}") from error
             runs = sources.tolist(), destinations.tolist(), lengths.tolist()
             for source, destination, length in zip(*runs, strict=True):
                 out[destination : destination + length] = values[source : source + length]
             filled += int(lengths.sum())
         if filled != span.numel:  # the rest would be uninitialised memory
-            raise StateError(
+            raise DataError(
                 f"{self.path}: {name} has shape {self.shape(name)}, and {span.numel - filled} of "
                 f"the {span.numel} elements asked for lie outside it"
             )
@@ -121,9 +127,17 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
         return values.reshape(-1)
 
     def _check(self, ignored: Container[str]) -> None:
-        """Raises StateError unless files and pieces name the same tensors, with the same sizes."""
+        """Raises DataError unless files and pieces name the same tensors, with the same sizes."""
         taken = [(name, piece) for name, pieces in self._pieces.items() for piece in pieces]
         sources = {piece.source for _, piece in taken}
+        for name in sorted(sources & self._stored.keys()):
+            if self._stored[name].dtype not in TYPES:
+                # Values of such a type mean something with scales alone that stand elsewhere.
+                raise DataError(
+                    f"{self.path / self._stored[name].file}: {name} is of type "
+                    f"{self._stored[name].dtype}, which is quantised or not of plain numbers; read "
+                    f"are {', '.join(TYPES)}. Give the model in bfloat16 or float32"
+                )
         problems = [
             f"{piece.source}: missing, {name} is made of it"
             for name, piece in taken
@@ -142,13 +156,13 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
                     problems.append(f"{piece.source}: has shape {shape}, and fills {expected}")
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems[:10])
-            raise StateError(
+            raise DataError(
                 f"{self.path}: its tensors are not those of the model ({len(problems)} "
                 f"differences):\n{listed}\nCopy the folder again, or give the one of this model"
             )
 
     def _filled(self, name: str) -> tuple[int, ...]:
-        """Shape that the pieces of a tensor fill; StateError if they overlap or leave a gap."""
+        """Shape that the pieces of a tensor fill; DataError if they overlap or leave a gap."""
         boxes = [piece.box for piece in self._pieces[name]]
         ends = [[a + size for a, size in zip(b.offset, b.shape, strict=True)] for b in boxes]
         shape = tuple(map(max, zip(*ends, strict=True)))
@@ -161,11 +175,16 @@ class WeightFolder(WeightSource, contextlib.AbstractContextManager["WeightFolder
             overlap = overlap or any(one.bounds_shared_with(box) for one in open_ones)
             open_ones.append(box)
         if overlap or sum(box.numel for box in boxes) != whole.numel:
-            raise StateError(
+            raise DataError(
                 f"{self.path}: the tensors for {name} {'overlap' if overlap else 'leave a gap'} in "
                 f"its shape {shape}. Give a folder with all tensors of the model"
             )
         return shape
+
+
+def read_sizes(folder: Path) -> dict[str, TensorSize]:
+    """Sizes of a folder's tensors, read as by `retried`. Raises as it and `tensor_sizes` do."""
+    return retried(partial(tensor_sizes, folder), folder)
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:

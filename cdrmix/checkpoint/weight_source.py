@@ -18,8 +18,8 @@ _NAMED = 10  # a model of another size differs in each of its thousands of names
 class WeightSource(Protocol):
     """Weights of a model under logical names, in their logical, unsharded shapes.
 
-    Methods raise StateError if the weights cannot be read, and InfrastructureError if the file
-    system does not answer at present.
+    Methods raise StateError, of a folder of safetensors DataError, if the weights cannot be read,
+    and InfrastructureError if the file system does not answer at present.
     """
 
     path: Path  # for messages

@@ -22,8 +22,8 @@ INDEX_FILE = "model.safetensors.index.json"
 # Among the small files of a base that a run keeps: its digest, and names, types and shapes of the
 # tensors in its files.
 RECORD_FILE = "weights.json"
-# A header has about 150 bytes for each tensor: this is room for a million of them.
-_MAX_HEADER_BYTES = 2**28
+# The format's own limit; a length beyond it is damage.
+_MAX_HEADER_BYTES = 100_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Bits of an element by the type's name in safetensors.
 _BITS = {
@@ -53,7 +53,7 @@ def tensor_sizes(folder: Path) -> dict[str, TensorSize]:
 
     Raises:
         DataError: if the folder holds no safetensors files, its index and files disagree, or a file
-            is damaged or cut off, by its size.
+            is damaged or cut off, by its size. One that cannot be read has an OSError as its cause.
     """
     if (folder / RECORD_FILE).is_file():
         return _recorded(folder / RECORD_FILE)
@@ -161,6 +161,8 @@ def _recorded(path: Path) -> dict[str, TensorSize]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """File of each tensor by an index; empty without one. Raises DataError if it is damaged."""
     path = folder / INDEX_FILE
+    if not path.is_file():  # a pipe would never end
+        return {}
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         for name, file in weight_map.items():
@@ -168,8 +170,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
             if not isinstance(file, str) or file != Path(file).name or file in ("", ".", ".."):
                 raise ValueError(f"the file of {name!r} is {file!r}")
         return dict(weight_map)
-    except FileNotFoundError:
-        return {}
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

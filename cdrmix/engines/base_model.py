@@ -19,8 +19,8 @@ from cdrmix.checkpoint.base_model import (
     run_of,
 )
 from cdrmix.checkpoint.store import FoundCheckpoint
+from cdrmix.checkpoint.weight_folder import read_sizes
 from cdrmix.config.hugging_face import CONFIG_FILE
-from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.config.schema import Config
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import JsonObject, Start
@@ -126,7 +126,7 @@ def verified_digest(folder: Path) -> str:
 def _outline(folder: Path) -> str:
     """sha256 over config.json and the headers of the weights, hex."""
     text = _text(folder / CONFIG_FILE)
-    return hashlib.sha256(text + repr(sorted(tensor_sizes(folder).items())).encode()).hexdigest()
+    return hashlib.sha256(text + repr(sorted(read_sizes(folder).items())).encode()).hexdigest()
 
 
 def _text(path: Path) -> bytes:

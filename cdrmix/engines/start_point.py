@@ -6,15 +6,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from cdrmix.checkpoint.candidates import candidates
-from cdrmix.checkpoint.files import MANIFEST_FILE, read_json
-from cdrmix.checkpoint.stored_tensors import stored_tensors
+from cdrmix.checkpoint.files import MANIFEST_FILE, read_json, retried
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.data.shards import read_manifest
 from cdrmix.errors import DataError, StateError
 from cdrmix.export.manifest import MANIFEST_FILE as EXPORT_MANIFEST
@@ -128,10 +129,11 @@ def of_checkpoint(path: Path) -> StartPoint:
 
 
 def of_export(path: Path) -> StartPoint:
-    """Describes an exported folder. Raises StateError if its files do not."""
+    """Describes an exported folder. Raises StateError if its files do not, DataError if those of
+    its weights are damaged."""
     config = _content(path / "config.json")
     metadata = _content(path / "training_metadata.json")
-    stored = stored_tensors(path)
+    sizes = retried(partial(tensor_sizes, path), path)
     try:
         model = {ours: config[theirs] for ours, theirs in _EXPORTED.items()}
         model["schedule"] = _initials(config["layer_kinds"])
@@ -146,7 +148,7 @@ def of_export(path: Path) -> StartPoint:
         run=f"{name}, exported to {path}",
         step=step,
         manifest=_sha256(path / EXPORT_MANIFEST),
-        shapes={key.removeprefix(EXPORT_PREFIX): tensor.shape for key, tensor in stored.items()},
+        shapes={key.removeprefix(EXPORT_PREFIX): size.shape for key, size in sizes.items()},
         others=(),
         tokenizer=tokenizer,
         model=_used(model),

@@ -18,9 +18,9 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box
-from cdrmix.checkpoint.stored_tensors import SINGLE_FILE
 from cdrmix.checkpoint.weight_folder import Piece, WeightFolder
 from cdrmix.checkpoint.weight_source import CheckpointWeights
+from cdrmix.config.safetensors_headers import WEIGHTS_FILE
 from cdrmix.errors import StateError
 from cdrmix.models.backbone import logical_name
 from tests.checkpoints import save_checkpoint
@@ -71,7 +71,7 @@ def make_sources(root: str) -> list[float]:
                 rows = dict(enumerate(whole)) if is_packed else {}
                 tensors |= {f"{name}.{e}": row.clone() for e, row in rows.items()}
                 tensors |= {} if is_packed else {name: whole}
-        save_file(tensors, folder / SINGLE_FILE)
+        save_file(tensors, folder / WEIGHTS_FILE)
         losses += run_steps(started, first=2, count=1)[0]
     runtime.destroy_distributed()
     return losses

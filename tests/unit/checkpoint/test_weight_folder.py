@@ -1,22 +1,23 @@
-"""Folders of safetensors files as sources of weights: any span, and every kind of damage."""
+"""Folders of safetensors files as sources of weights: any span, and what is refused."""
 
 from __future__ import annotations
 
+import errno
 import json
 import random
-import struct
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from cdrmix.checkpoint import files
 from cdrmix.checkpoint.fragments import Box, Span
-from cdrmix.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, stored_tensors
 from cdrmix.checkpoint.weight_folder import Piece, WeightFolder
 from cdrmix.checkpoint.weight_source import check_source
-from cdrmix.errors import StateError
+from cdrmix.config.safetensors_headers import INDEX_FILE, WEIGHTS_FILE
+from cdrmix.errors import DataError, InfrastructureError, StateError
 
 # E experts, F inner width, D hidden
 EXPERTS, INNER, HIDDEN = 3, 4, 5
@@ -72,85 +73,68 @@ def test_any_span_of_a_tensor_packed_of_several_is_read(tmp_path: Path) -> None:
             numel = generator.randrange(block.numel - start) + 1
             found = folder.read("up", Span(block, start, numel))
             assert torch.equal(found, part.reshape(-1)[start : start + numel])
-        with pytest.raises(StateError, match=r"5 of the 40 elements asked for lie outside it"):
+        with pytest.raises(DataError, match=r"5 of the 40 elements asked for lie outside it"):
             folder.read("up", Span(Box((2, 0, 0), (1, 8, 5)), 5, 40))
 
 
 def test_a_folder_with_one_file_and_whole_tensors_needs_no_mapping(tmp_path: Path) -> None:
     values = {"model.a": torch.randn(2, 3), "model.b": torch.tensor(7.0)}
-    save_file(values, tmp_path / SINGLE_FILE)
+    save_file(values, tmp_path / WEIGHTS_FILE)
     with WeightFolder.of_whole(tmp_path, prefix="model.") as folder:
         assert {name: folder.shape(name) for name in folder.names()} == {"a": (2, 3), "b": ()}
         assert folder.read("b", Span.whole(Box.whole(()))).item() == 7.0
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / SHARDS[1]
+def test_a_folder_of_links_is_read_as_a_cache_of_downloads_has_it(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for path in write(tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(Path("..", "blobs", path.name))
+    with WeightFolder(tmp_path / "snapshot", packed()) as folder:
+        norm = folder.read("norm", Span.whole(Box.whole((HIDDEN,))))
+    assert torch.equal(norm, tensors()["norm"])
+
+
+def test_damage_of_the_files_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path) / SHARDS[1]
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def header(content: bytes, claimed: int | None = None) -> Callable[[Path], None]:
-    """Replaces the first shard by one with this header."""
-
-    def act(folder: Path) -> None:
-        length = len(content) if claimed is None else claimed
-        (folder / SHARDS[0]).write_bytes(struct.pack("<Q", length) + content)
-
-    return act
-
-
-def indexed(name: str, file: str) -> Callable[[Path], None]:
-    def act(folder: Path) -> None:
-        content = json.loads((folder / INDEX_FILE).read_text())
-        content["weight_map"][name] = file
-        (folder / INDEX_FILE).write_text(json.dumps(content))
-
-    return act
-
-
-def only_pickles(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"")
-
-
-def repeat(folder: Path) -> None:
-    save_file({"w1.0": torch.zeros(INNER, HIDDEN)} | {"norm": torch.ones(5)}, folder / SHARDS[1])
-
-
-FP8 = b'{"w1.0": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}'
-NEGATIVE = b'{"w1.0": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}'
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a truncated shard": (cut_short, rf"{SHARDS[1]}: \d+ bytes, \d+ were written"),
-    "a missing shard": (lambda f: (f / SHARDS[0]).unlink(), f"{SHARDS[0]}: cannot be read: there"),
-    "an empty shard": (lambda f: (f / SHARDS[0]).write_bytes(b""), f"{SHARDS[0]}: not a safet"),
-    "a header that is no JSON": (header(b"{"), f"{SHARDS[0]}: not a safetensors file"),
-    "a header of 2**62 bytes": (header(b"{}", 2**62), f"{SHARDS[0]}: not a safetensors file"),
-    "a header that is a list": (header(b"[]"), f"{SHARDS[0]}: not a safetensors file"),
-    "a negative size": (header(NEGATIVE), "w1.0: its numbers are not sizes"),
-    "a quantised tensor": (header(FP8 + b""), "w1.0 is of type F8_E4M3, which is quantised"),
-    "an index that leads out": (indexed("norm", "../x.safetensors"), "no safetensors file of this"),
-    "an index of another shard": (indexed("norm", SHARDS[0]), "names norm in model-00001-of"),
-    "an index of a missing tensor": (indexed("bias", SHARDS[0]), "names bias in model-00001-of"),
-    "an index that is a list": (lambda f: (f / INDEX_FILE).write_text("[]"), "not an index of"),
-    "pickles alone": (only_pickles, r"pickles \(pytorch_model.bin\).*\n?.*Convert them to safet"),
-    "a tensor twice": (repeat, "w1.0 is in model-00001-of-00002.safetensors and in model-00002"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
-    act, message = DAMAGE[name]
-    act(write(tmp_path))
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(DataError, match=f"{SHARDS[1]}: cut off"):
         WeightFolder(tmp_path, packed())
 
 
-def test_no_folder_and_a_folder_without_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="there is no such folder"):
-        stored_tensors(tmp_path / "nothing")
-    with pytest.raises(StateError, match=r"holds neither model.safetensors nor model.safetensors."):
-        stored_tensors(tmp_path)
+def test_quantised_tensors_are_refused_where_they_are_taken(tmp_path: Path) -> None:
+    values = {"norm": torch.ones(HIDDEN), "scaled": torch.ones(2).to(torch.float8_e4m3fn)}
+    save_file(values, tmp_path / WEIGHTS_FILE)
+    pieces = {"norm": packed()["norm"]}
+    with WeightFolder(tmp_path, pieces, ignored={"scaled"}) as folder:
+        assert folder.names() == ["norm"]
+    pieces["scaled"] = [Piece("scaled", Box.whole((2,)))]
+    with pytest.raises(DataError, match=f"{WEIGHTS_FILE}: scaled is of type F8_E4M3, which is"):
+        WeightFolder(tmp_path, pieces)
+
+
+def test_a_file_system_that_fails_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    whole = Path.open
+    failures = [errno.ESTALE, errno.EIO]
+
+    def failing(self: Path, *args: Any, **options: Any) -> Any:
+        if self.name == SHARDS[1] and failures:
+            raise OSError(failures.pop(), "not for now", str(self))
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    monkeypatch.setattr(files, "READ_RETRY_SECONDS", (0.0, 0.0))
+    with WeightFolder(tmp_path, packed()) as folder:
+        assert folder.names() == ["up", "norm"]
+    failures += [errno.ESTALE] * 3
+    with pytest.raises(InfrastructureError, match=f"{SHARDS[1]}: cannot be read for now"):
+        WeightFolder(tmp_path, packed())
+    failures += [errno.EISDIR]
+    with pytest.raises(DataError, match=f"{SHARDS[1]}: cannot be read: not for now"):
+        WeightFolder(tmp_path, packed())
 
 
 def test_tensors_that_differ_from_the_pieces_are_named(tmp_path: Path) -> None:
@@ -158,7 +142,7 @@ def test_tensors_that_differ_from_the_pieces_are_named(tmp_path: Path) -> None:
     missing, *pieces["up"] = pieces["up"]
     pieces["up"].append(Piece("w9", missing.box))
     pieces["norm"] = [Piece("norm", Box.whole((HIDDEN + 1,)))]
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(DataError) as caught:
         WeightFolder(write(tmp_path), pieces)
     assert "(3 differences)" in str(caught.value)
     assert "w9: missing, up is made of it" in str(caught.value)
@@ -171,7 +155,7 @@ def test_tensors_of_no_use_may_be_ignored(tmp_path: Path) -> None:
     names = [name for name in tensors() if name != "norm"]
     with WeightFolder(write(tmp_path), pieces, ignored=names) as folder:
         assert folder.names() == ["norm"]
-    with pytest.raises(StateError, match="w1.0: unexpected"):
+    with pytest.raises(DataError, match="w1.0: unexpected"):
         WeightFolder(tmp_path, pieces, ignored=names[1:])
 
 
@@ -180,10 +164,10 @@ def test_pieces_that_overlap_or_leave_a_gap_are_refused(tmp_path: Path) -> None:
     pieces = packed()
     first, second, *rest = pieces["up"]
     pieces["up"] = [first, second._replace(box=Box((0, 1, 0), second.box.shape)), *rest]
-    with pytest.raises(StateError, match=r"for up overlap in its shape \(3, 8, 5\)"):
+    with pytest.raises(DataError, match=r"for up overlap in its shape \(3, 8, 5\)"):
         WeightFolder(tmp_path, pieces)
     pieces["up"] = [first, *rest]
-    with pytest.raises(StateError, match=r"for up leave a gap in its shape \(3, 8, 5\)"):
+    with pytest.raises(DataError, match=r"for up leave a gap in its shape \(3, 8, 5\)"):
         WeightFolder(tmp_path, pieces, ignored=[second.source])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cdrmix.config.safetensors_headers import INDEX_FILE, TensorSize, tensor_sizes
+from cdrmix.config.safetensors_headers import INDEX_FILE, WEIGHTS_FILE, TensorSize, tensor_sizes
 from cdrmix.errors import DataError
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -79,9 +81,32 @@ def damaged_shape(folder: Path) -> None:
     (folder / FIRST).write_bytes(content)
 
 
+def with_header(content: bytes, claimed: int | None = None) -> Callable[[Path], None]:
+    """Replaces the second shard by a header, of a length that it has or claims."""
+    length = struct.pack("<Q", len(content) if claimed is None else claimed)
+    return lambda folder: (folder / SECOND).write_bytes(length + content) and None
+
+
+def pipe_as_index(folder: Path) -> None:
+    """Puts a pipe in the place of the index; whoever opens it waits for ever."""
+    (folder / INDEX_FILE).unlink()
+    os.mkfifo(folder / INDEX_FILE)
+
+
+NEGATIVE = b'{"c": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}'
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (lambda folder: (folder / SECOND).write_bytes(b""), f"{SECOND}: cut off"),
+        (with_header(b"{"), f"{SECOND}: cut off, or no safetensors file"),
+        (with_header(b"[]"), f"{SECOND}: cut off, or no safetensors file"),
+        (with_header(b"[" * 100_000), f"{SECOND}: cut off, or no safetensors file"),
+        (with_header(b"{}", 2**62), "a header of 4,611,686,018,427,387,904 bytes does not fit"),
+        (with_header(NEGATIVE), "the numbers of 'c' are not sizes"),
+        (lambda folder: (folder / INDEX_FILE).write_text("[]"), "not the index of a model"),
+        (pipe_as_index, f"holds neither {WEIGHTS_FILE} nor {INDEX_FILE}"),
         (cut_off, f"{SECOND}: cut off"),
         (cut_in_header, f"{SECOND}: cut off"),
         (lambda folder: (folder / SECOND).unlink(), f"{SECOND} of {INDEX_FILE} is not there"),
@@ -102,6 +127,8 @@ def test_damaged_folder_is_refused(
     assert message in str(caught.value)
 
 
-def test_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"holds neither {WEIGHTS_FILE} nor {INDEX_FILE}"):
+        tensor_sizes(tmp_path)
     with pytest.raises(DataError, match="no such folder"):
         tensor_sizes(tmp_path / "none")
