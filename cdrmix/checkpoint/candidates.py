@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.checkpoint.files import MANIFEST_FILE, retried, save_number
-from cdrmix.config.resuming import changes_between, rule_of
+from cdrmix.config.resuming import changes_between
+from cdrmix.config.resuming_rules import rule_of
 from cdrmix.config.schema import Config
 from cdrmix.errors import NoUsableStateError, StateError
 

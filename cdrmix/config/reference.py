@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
 from cdrmix.config.problems import alternatives, bounds, item_of, nearest_paths, section_of
-from cdrmix.config.resuming import when_resumed
+from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 

@@ -1,8 +1,5 @@
-"""Configuration of a run that is started or resumed, and the effect of changing each key then.
-
-The ranks check what the rules here leave to them: `engines/recovery.py` compares the model with a
-checkpoint's, the loaders of both stages, in `data/loader.py` and `stage_b/engine.py`, its position.
-"""
+"""Configuration of a run that is started or resumed: the run's own, with changes that are allowed
+then (`resuming_rules.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import contextlib
 import errno
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from cdrmix.config.hugging_face import BASE_FOLDER, CONFIG_FILE
 from cdrmix.config.load import (
@@ -28,6 +24,7 @@ from cdrmix.config.load import (
 )
 from cdrmix.config.model import Section
 from cdrmix.config.redaction import REDACTED, redacted
+from cdrmix.config.resuming_rules import REFUSED, ResumedChange, rule_of
 from cdrmix.config.schema import Config, ParallelConfig, TrainingConfig
 from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.errors import ConfigError, InfrastructureError
@@ -41,155 +38,7 @@ _MANIFEST = "manifest.json"  # likewise
 _MOST_KEYS = 6  # of a line of the log
 _MOST_LETTERS = 60  # of a value in it
 
-# free: does not alter training. alters: does, and may change all the same. refused: cannot change.
-Kind: TypeAlias = Literal["free", "alters", "refused"]
 Change: TypeAlias = tuple[str, Any, Any]  # dotted path, old and new value
-
-
-class _Resumed(NamedTuple):
-    """A change, as the conditions of the rules see it."""
-
-    stage: str | None  # of the newest checkpoint: a or b; None without one
-    old: Any
-    new: Any
-    config: Config  # that the run goes on with
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Effect of changing a key when a run is resumed."""
-
-    kind: Kind
-    text: str
-    # Case in which a key that may change otherwise is refused.
-    refused: Callable[[_Resumed], bool] = lambda resumed: False
-
-
-_FREE = Rule("free", "may change")
-_ALTERS = Rule("alters", "may change, with a warning: alters training")
-_REFUSED = Rule("refused", "refused")
-
-
-def _in_stage_b(resumed: _Resumed) -> bool:
-    return resumed.stage == "b"
-
-
-_SHAPE = Rule("alters", "refused in Stage B: shapes of tensors differ", _in_stage_b)
-_LESSONS = Rule("alters", "refused in Stage B: the texts would differ", _in_stage_b)
-# The ranks refuse them: it takes the place in the course.
-_PHASES = Rule(
-    "alters", "later phases may change; refused where it changes steps of Stage B already taken"
-)
-
-# Of a key, else of the section around it.
-_RULES = {
-    "name": _FREE,
-    "model": _REFUSED,
-    "parallel": _FREE,
-    "training": _ALTERS,
-    "training.stage": Rule(
-        "alters",
-        "may change, but `a` is refused for a checkpoint of Stage B",
-        lambda resumed: resumed.stage == "b" and resumed.new == "a",
-    ),
-    "training.start_from": Rule("free", "may change; not read once the run has a checkpoint"),
-    "training.seed": Rule(
-        "alters",
-        "refused, except in Stage A with data.order = sequential",
-        lambda resumed: resumed.stage == "b" or resumed.config.data.order != "sequential",
-    ),
-    "training.sequence_length": Rule(
-        "alters",
-        "refused in Stage A; may change in Stage B",
-        lambda resumed: resumed.stage == "a",
-    ),
-    "training.micro_batch_size": _FREE,
-    "training.deterministic": _FREE,
-    "training.activation_checkpointing": _FREE,
-    "training.sequence_checkpoint_tokens": _FREE,
-    "training.memory_share": _FREE,
-    # Another base is told by its config.json, and that of adapters by its digest.
-    "model.path": Rule("free", "the folder may move; another model is refused"),
-    "model.remote_code": _FREE,
-    # Another data set is told by its digest, and refused by the ranks.
-    "data": _FREE,
-    "data.path": Rule("free", "the data set may move; another one is refused"),
-    "data.order": Rule(
-        "alters",
-        "refused in Stage A; has no effect in Stage B",
-        lambda resumed: resumed.stage == "a",
-    ),
-    "data.window_samples": Rule(
-        "alters",
-        "refused in Stage A with data.order = windowed; else without effect",
-        lambda resumed: resumed.stage == "a" and resumed.config.data.order == "windowed",
-    ),
-    # The ranks compare the orders, which may be equal though they are written differently.
-    "data.mixture": Rule("alters", "refused in Stage A where it changes the order of the samples"),
-    "data.token_weights": _ALTERS,
-    "data.segment_documents": _ALTERS,
-    "checkpoint": _FREE,
-    "evaluation": _FREE,
-    "monitoring": _FREE,
-    "supervision": _FREE,
-    "health": _ALTERS,
-    "launch": _FREE,
-    "launch.environment": Rule(
-        "free", "may change; a changed value is not logged, because it may be secret"
-    ),
-    # What was measured before the first step stands in the checkpoint, and the text that the model
-    # wrote then in the run directory: the ranks compare both, and the order of the samples.
-    "cpt": _REFUSED,
-    "cpt.replay": Rule("alters", "refused in Stage A where it changes the order of the samples"),
-    "cpt.replay.source": Rule("free", "the data set may move; another one is refused in Stage A"),
-    "cpt.replay.self_tokens": _REFUSED,
-    "cpt.replay.self_document_tokens": _REFUSED,
-    "cpt.forgetting": _REFUSED,
-    "cpt.forgetting.data": Rule("free", "the data sets may move; others are refused in Stage A"),
-    "cpt.forgetting.every_steps": _FREE,
-    "cpt.forgetting.stop_above": _FREE,
-    "stage_b": Rule(
-        "alters",
-        "may change, but null is refused for a checkpoint of Stage B",
-        lambda resumed: resumed.stage == "b" and resumed.new is None,
-    ),
-    "stage_b.run": _ALTERS,
-    "stage_b.pipeline": _FREE,
-    "stage_b.adapters": _ALTERS,
-    "stage_b.policy": _ALTERS,
-    "stage_b.memory": _ALTERS,
-    "stage_b.losses": _ALTERS,
-    "stage_b.training": _ALTERS,
-    "stage_b.adapters.rank": _SHAPE,
-    "stage_b.memory.summary_dim": _SHAPE,
-    "stage_b.training.tasks": _LESSONS,
-    "stage_b.training.length_ratios": _LESSONS,
-    "stage_b.training.window_tokens": _LESSONS,
-    "stage_b.training.texts_per_lesson": _LESSONS,
-    "stage_b.training.memory_steps": _PHASES,
-    "stage_b.training.adapter_steps": _PHASES,
-    "stage_b.training.joint_steps": _PHASES,
-    "stage_b.training.policy_steps": _PHASES,
-    "stage_b.training.backbone_lr_scale": Rule(
-        "alters",
-        "may change, but from 0 to above 0 is refused in Stage B",
-        lambda resumed: resumed.stage == "b" and resumed.old == 0 and resumed.new > 0,
-    ),
-}
-
-
-def rule_of(path: str) -> Rule:
-    """Returns the rule of a dotted path: its own, or that of the nearest section around it."""
-    while path:
-        if path in _RULES:
-            return _RULES[path]
-        path = path.rpartition(".")[0]
-    return _ALTERS
-
-
-def when_resumed(path: str) -> str:
-    """Says in a line whether the value at a dotted path may differ from the checkpoint's."""
-    return rule_of(path).text
 
 
 def resumed_run(resume: str) -> Path | None:
@@ -422,7 +271,7 @@ def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
     for override in overrides:
         path, _, text = override.partition("=")
         key = path.strip()
-        if rule_of(key) is not _REFUSED or text.lstrip()[:1] in ("{", "["):
+        if rule_of(key) is not REFUSED or text.lstrip()[:1] in ("{", "["):
             continue
         old: Any = before.model_dump()
         for part in key.split("."):
@@ -437,7 +286,7 @@ def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
 
 def _refusal(key: str, old: Any, new: Any, own: _Own) -> str:
     rule = rule_of(key)
-    only = "" if rule is _REFUSED else f" ({rule.text})"
+    only = "" if rule is REFUSED else f" ({rule.text})"
     return (
         f"{key}: {_shown(old)} -> {_shown(new)}: cannot change when the run of {own.place} is "
         f"resumed{only}. Leave it as it is, or begin a new run"
@@ -449,9 +298,9 @@ def _allowed_changes(before: Config, resolved: Config, own: _Own) -> list[Change
     changes = _changes(before, resolved)
     for key, old, new in changes:
         rule = rule_of(key)
-        resumed = _Resumed(own.stage, old, new, resolved)
+        resumed = ResumedChange(own.stage, old, new, resolved)
         # without a checkpoint the run begins again, and may do so with other values
-        if own.stage is not None and (rule is _REFUSED or rule.refused(resumed)):
+        if own.stage is not None and (rule is REFUSED or rule.refused(resumed)):
             raise ConfigError(_refusal(key, old, new, own))
     return changes
 

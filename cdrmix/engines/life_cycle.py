@@ -45,29 +45,9 @@ def run_stage(
         True if a signal stopped it; the state is then saved.
     """
     stage = run.stage
-    directory = run.directory
-    steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
-            state = None
-            if checkpoint is not None and resumes:
-                state = restore(run, checkpoint)
-                run.earlier_seconds = state["seconds"]
-                if "health" in state:  # early versions saved none
-                    run.health.load_state_dict(state["health"])
-                logger.info("resumed from %s", checkpoint.path)
-            # Only now, so that a start that is refused leaves an earlier run as it was.
-            describe = partial(write_description, directory, run.config, run.plan, stage.corpus)
-            if run.base is not None and run.base_files is not None:
-                kept = partial(write_base, directory, run.base_files, run.base["digest"])
-                runtime.first_rank_does(kept)
-            runtime.first_rank_does(lambda: describe(stage_b_steps=steps))
-            if not run.is_recorded:
-                record_start(run, state)
-            if checkpoint is not None:
-                leave_behind(run, checkpoint, newer=True)
-            run.start_up.done("resume")
-            runtime.first_rank_does(lambda: _open_records(run))
+            _resume_and_describe(run, checkpoint, resumes=resumes)
         with guard or nullcontext():
             metrics = stage.begin(run)
             if metrics:
@@ -85,9 +65,36 @@ def run_stage(
                 if is_last:
                     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                     end = {"step": run.step, "stage": stage.name, "finished": now}
-                    marker = directory.path / FINISHED
+                    marker = run.directory.path / FINISHED
                     runtime.first_rank_does(lambda: write_json_atomic(marker, end))
     return False
+
+
+def _resume_and_describe(
+    run: Run, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
+) -> None:
+    """Takes over the state of a checkpoint, and writes what describes this start; collective."""
+    state = None
+    if checkpoint is not None and resumes:
+        state = restore(run, checkpoint)
+        run.earlier_seconds = state["seconds"]
+        if "health" in state:  # early versions saved none
+            run.health.load_state_dict(state["health"])
+        logger.info("resumed from %s", checkpoint.path)
+    # Only now, so that a start that is refused leaves an earlier run as it was.
+    if run.base is not None and run.base_files is not None:
+        keep = partial(write_base, run.directory, run.base_files, run.base["digest"])
+        runtime.first_rank_does(keep)
+    stage = run.stage
+    describe = partial(write_description, run.directory, run.config, run.plan, stage.corpus)
+    steps = stage.num_steps if stage.name == "b" else None
+    runtime.first_rank_does(lambda: describe(stage_b_steps=steps))
+    if not run.is_recorded:
+        record_start(run, state)
+    if checkpoint is not None:
+        leave_behind(run, checkpoint, newer=True)
+    run.start_up.done("resume")
+    runtime.first_rank_does(lambda: _open_records(run))
 
 
 def _open_records(run: Run) -> None:

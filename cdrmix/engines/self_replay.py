@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def _written(
         # Ranks of a tensor group or pipeline have the same rows, and one of them counts.
         mine = [*_cut(rows.cpu().numpy(), tokenizer)] if topology.counts_tokens else []
         everywhere = runtime.all_gather_object((topology.data_rank, mine))
-        for _, theirs in sorted(everywhere, key=_rank):
+        for _, theirs in sorted(everywhere, key=itemgetter(0)):
             for document in theirs:
                 # The other ranks count, and keep no text.
                 if total < num_tokens and runtime.rank() == 0:
@@ -158,10 +159,6 @@ def _written(
                 "documents. Give a folder of old data"
             )
     return documents
-
-
-def _rank(sent: tuple[int, Any]) -> int:
-    return sent[0]
 
 
 def _seed(seed: int, batch: int) -> int:

@@ -17,7 +17,8 @@ from cdrmix.checkpoint.files import read_json
 from cdrmix.cluster.start_records import add_start_record, newest_start
 from cdrmix.config.load import config_hash, with_absolute_paths
 from cdrmix.config.redaction import redacted
-from cdrmix.config.resuming import changes_between, rule_of, told
+from cdrmix.config.resuming import changes_between, told
+from cdrmix.config.resuming_rules import rule_of
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, Mixture, built_mixture, plan_mixture
 from cdrmix.data.shards import manifest_digest

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from cdrmix.config.model import MoEConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import Cluster, processes
@@ -113,19 +115,19 @@ def small_degrees(planned: Degrees) -> list[Degrees]:
     ]
 
 
+def _small_experts(moe: MoEConfig, degrees: Degrees) -> dict[str, Any]:
+    return moe.model_dump() | {
+        "num_experts": moe.num_experts + moe.num_experts % degrees.expert,  # ranks have as many
+        "expert_hidden_size": EXPERT_WIDTH,
+        "drop_tokens": False,  # the dropped tokens would depend on the layout
+    }
+
+
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     model = config.model
     heads = 8 if model.num_kv_heads < model.num_heads else 4
     fraction = model.transformer_fraction
     layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
-    experts = None
-    if model.moe is not None:
-        number = model.moe.num_experts
-        experts = model.moe.model_dump() | {
-            "num_experts": number + number % degrees.expert,  # ranks have equally many
-            "expert_hidden_size": EXPERT_WIDTH,
-            "drop_tokens": False,  # the dropped tokens would depend on the layout
-        }
     accumulation = min(2, layout.gradient_accumulation_steps)
     micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -138,7 +140,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "vocab_size": VOCAB_SIZE,
         "schedule": model.schedule,
         "transformer_fraction": fraction,
-        "moe": experts,
+        "moe": model.moe and _small_experts(model.moe, degrees),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {

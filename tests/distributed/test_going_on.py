@@ -19,7 +19,7 @@ from cdrmix.cli import main
 from cdrmix.cluster.handover import TRAIN
 from cdrmix.cluster.start_records import newest_start
 from cdrmix.config.load import load_config
-from cdrmix.config.resuming import rule_of
+from cdrmix.config.resuming_rules import rule_of
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.conftest import TINY

@@ -8,7 +8,7 @@ from cdrmix import cli
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.problems import field_paths
 from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdown
-from cdrmix.config.resuming import _RULES, when_resumed
+from cdrmix.config.resuming_rules import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
 from cdrmix.errors import ConfigError
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cdrmix.config.load import load_config, snapshot_yaml
-from cdrmix.config.resuming import config_of_start, resumed_run, when_resumed
+from cdrmix.config.resuming import config_of_start, resumed_run
+from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import ConfigError
