@@ -15,34 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 
 from cdrmix.checkpoint.base_model import base_of_adapters, recorded_digest, small_files
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
-from cdrmix.checkpoint.files import (
-    SAFETENSORS_TYPES,
-    FileRecord,
-    digest,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from cdrmix.checkpoint.files import FileRecord, digest, write_text
 from cdrmix.checkpoint.fragments import Box, Span
 from cdrmix.checkpoint.store import FoundCheckpoint
+from cdrmix.checkpoint.weight_folder import TYPES
 from cdrmix.checkpoint.weight_source import CheckpointWeights, WeightSource, check_source
 from cdrmix.config.hugging_face import CONFIG_FILE, read_model_config
-from cdrmix.config.safetensors_headers import INDEX_FILE, RECORD_FILE, tensor_sizes
+from cdrmix.config.safetensors_headers import RECORD_FILE, tensor_sizes
 from cdrmix.config.schema import Config
 from cdrmix.export.peft_adapter import MergedWeights, RunAdapters
-from cdrmix.export.provenance import evaluations, metadata_text, result_lines, training_metadata
+from cdrmix.export.provenance import (
+    CARD_FILE,
+    METADATA_FILE,
+    hub_name,
+    metadata_text,
+    model_card,
+    training_metadata,
+)
 from cdrmix.export.rwkx_run import DTYPES
-from cdrmix.export.weights import boxes, plan_shards
+from cdrmix.export.weights import boxes, write_shards
 from cdrmix.hf.weights import kept_in_float32, map_names, skeleton
 
 _READ_ELEMENTS = 2**22
-_TYPES = {stored: getattr(torch, name) for name, stored in SAFETENSORS_TYPES.items()}
+_USE = (
+    "```python",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+    'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+    "```",
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class HuggingFaceRun:
             if key not in origins:  # what the model has no use for
                 continue
             name, part = origins[key]
-            dtype = _TYPES[size.dtype]
+            dtype = TYPES[size.dtype]
             if dtype.is_floating_point:
                 dtype = torch.float32 if kept_in_float32(model, name) else self.dtype
             self._targets[key] = _Target(name, Box(part.offset, part.shape), size.shape, dtype)
@@ -125,7 +131,7 @@ class HuggingFaceRun:
             StateError: if the weights cannot be read.
             OSError: naming the file that cannot be read or written.
         """
-        records = self._write_weights(folder, max_shard_bytes)
+        records = write_shards(folder, self._targets, self._values, max_shard_bytes=max_shard_bytes)
         for path in small_files(self._folder):
             if path.name != CONFIG_FILE or path.parent != self._folder:
                 name = str(path.relative_to(self._folder))
@@ -133,38 +139,20 @@ class HuggingFaceRun:
                 shutil.copyfile(path, folder / name)
                 size = (folder / name).stat().st_size
                 records[name] = {"bytes": size, "sha256": digest(folder / name)}
-        metadata = self._metadata()
+        metadata = training_metadata(
+            self.checkpoint,
+            self._state,
+            self._config,
+            tokenizer_digest=str(self._state.get("tokenizer")),
+            left_out=self.left_out,
+        )
+        metadata["base"] = self._base()
         texts = {
             CONFIG_FILE: self._config_text(),
-            "training_metadata.json": metadata_text(metadata),
-            "README.md": self._card(metadata),
+            METADATA_FILE: metadata_text(metadata),
+            CARD_FILE: self._card(metadata),
         }
         return records | {name: write_text(folder / name, text) for name, text in texts.items()}
-
-    def _write_weights(self, folder: Path, max_shard_bytes: int) -> dict[str, FileRecord]:
-        """Writes the tensors in shards, with one piece of one tensor in memory at a time."""
-        sizes = {key: target.num_bytes for key, target in self._targets.items()}
-        shards = plan_shards(sizes, max_shard_bytes)
-        records: dict[str, FileRecord] = {}
-        for file, keys in shards.items():
-            # the widest first, for aligned offsets
-            targets = sorted(
-                ((key, self._targets[key]) for key in keys),
-                key=lambda each: -each[1].dtype.itemsize,
-            )
-            layout = [
-                (key, torch.empty(target.shape, dtype=target.dtype, device="meta"))
-                for key, target in targets
-            ]
-            data = (values for _, target in targets for values in self._values(target))
-            records[file] = write_tensors(folder / file, layout, data)
-        total = sum(math.prod(target.shape) for target in self._targets.values())
-        index = {
-            "metadata": {"total_size": self.num_bytes, "total_parameters": total},
-            "weight_map": {key: file for file, keys in shards.items() for key in keys},
-        }
-        records[INDEX_FILE] = write_json(folder / INDEX_FILE, index)
-        return records
 
     def _values(self, target: _Target) -> Iterator[Tensor]:
         """Reads a tensor in pieces, in its row-major order."""
@@ -179,25 +167,12 @@ class HuggingFaceRun:
         values.pop("torch_dtype", None)  # the name in earlier versions
         return json.dumps(values | {"dtype": _name(self.dtype)}, indent=2) + "\n"
 
-    def _metadata(self) -> dict[str, Any]:
-        path = self.checkpoint.path.resolve()
-        metadata = training_metadata(
-            path.parent.parent if path.parent.name == "checkpoints" else None,
-            step=self.checkpoint.step,
-            state=self._state,
-            config=self._config,
-            tokenizer_digest=str(self._state.get("tokenizer")),
-            manifest_digest=digest(path / CHECKPOINT_MANIFEST),
-            left_out=[],
-        )
-        return {**metadata, "base": self._base()}
-
     def _base(self) -> dict[str, Any]:
         """Name, family and digest of the base, without its place on this machine."""
         recorded = self._state.get("base") or {}
         is_kept = (self._folder / RECORD_FILE).is_file()
         return {
-            "name": _hub_name(Path(recorded.get("folder") or self._folder)),
+            "name": hub_name(Path(recorded.get("folder") or self._folder)),
             "family": read_model_config(self._folder)["model_type"],
             "digest": recorded.get("digest")
             or (recorded_digest(self._folder) if is_kept else None),
@@ -207,55 +182,29 @@ class HuggingFaceRun:
     def _card(self, metadata: dict[str, Any]) -> str:
         """Makes the text of README.md."""
         base = metadata["base"]
-        data = ModelCardData(
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            base_model=base["name"],
-            tags=[base["family"], "cdrmix"],
-            model_name=metadata["name"],
-            eval_results=evaluations(metadata) or None,
-        )
-        lines = [
-            f"# {metadata['name']}, step {metadata['step']:,}",
-            "",
+        dropped = f"* left out, as when it is read: {', '.join(self.dropped)}"
+        about = [
             f"{base['name']} trained further with CDRmix, and exported for transformers with the "
             "names and layout of its files.",
             "",
             f"* {self.num_parameters:,} parameters in {_name(self.dtype)}, family {base['family']}",
             f"* trained on sequences of {self._config.training.sequence_length:,} tokens",
             f"* base: config.json and weights of digest `{base['digest']}`",
-            *([f"* left out, as when it is read: {', '.join(self.dropped)}"] * bool(self.dropped)),
-            "",
-            *result_lines(metadata["metrics"]),
-            "## Use",
-            "",
-            "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-            "```",
-            "",
-            "## Origin",
-            "",
-            "`training_metadata.json` names run, checkpoint, base, data and versions, "
-            "`MANIFEST.json` all files with their digests: `cdrmix export --verify FOLDER` "
-            "compares them. The licence of the base holds for these weights too.",
-            "",
+            *([dropped] if self.dropped else []),
         ]
-        return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+        return model_card(
+            metadata,
+            about=about,
+            use=_USE,
+            licence="The licence of the base holds for these weights too.",
+            library="transformers",
+            tags=(base["family"], "cdrmix"),
+            base_model=base["name"],
+        )
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _hub_name(folder: Path) -> str:
-    """Name of a base: that on the Hub for a folder in its cache, or else the folder's."""
-    for part in folder.parts[::-1]:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return folder.name
 
 
 def weights_of(reader: CheckpointFile, config: Config) -> WeightSource:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,21 +25,35 @@ from cdrmix.checkpoint.base_model import (
     refuse_other_base,
 )
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
-from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
-from cdrmix.checkpoint.files import FileRecord, digest, read_json, write_tensors, write_text
+from cdrmix.checkpoint.files import FileRecord, read_json, write_tensors, write_text
 from cdrmix.checkpoint.fragments import Span
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.weight_source import WeightSource
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
-from cdrmix.export.provenance import evaluations, metadata_text, result_lines, training_metadata
+from cdrmix.export.provenance import (
+    CARD_FILE,
+    METADATA_FILE,
+    hub_name,
+    metadata_text,
+    model_card,
+    training_metadata,
+)
 from cdrmix.hf.lora import Adapter, adapters_in, add_adapters
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.hf.weights import skeleton
 
 ADAPTER_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "adapter_config.json"
-METADATA_FILE = "training_metadata.json"
+_USE = (
+    "```python",
+    "from peft import PeftModel",
+    "from transformers import AutoModelForCausalLM",
+    "",
+    'base = AutoModelForCausalLM.from_pretrained("BASE")',
+    'model = PeftModel.from_pretrained(base, "FOLDER")',
+    "```",
+)
 
 
 class RunAdapters:
@@ -195,54 +208,42 @@ class AdapterExport:
         """Writes all files but the manifest durably; gives their records. Raises as
         `write_adapter`; the adapters are one file of any size, as peft reads them."""
         records = write_adapter(folder, self._adapters)
-        path = self.checkpoint.path.resolve()
-        base = self._adapters.base
         metadata = training_metadata(
-            path.parent.parent if path.parent.name == "checkpoints" else None,
-            step=self.checkpoint.step,
-            state=self._state,
-            config=self._adapters.config,
+            self.checkpoint,
+            self._state,
+            self._adapters.config,
             tokenizer_digest=str(self._state.get("tokenizer")),
-            manifest_digest=digest(path / CHECKPOINT_MANIFEST),
-            left_out=[],
+            left_out=self.left_out,
         )
-        metadata |= {"base": {key: base.get(key) for key in ("family", "digest")}}
-        texts = {METADATA_FILE: metadata_text(metadata), "README.md": self._card(metadata)}
+        base = self._adapters.base
+        metadata["base"] = {
+            "name": hub_name(Path(str(base.get("folder")))),
+            "family": base.get("family"),
+            "digest": base["digest"],
+        }
+        texts = {METADATA_FILE: metadata_text(metadata), CARD_FILE: self._card(metadata)}
         return records | {name: write_text(folder / name, text) for name, text in texts.items()}
 
     def _card(self, metadata: dict[str, Any]) -> str:
         """Makes the text of README.md."""
         lora = self._adapters.config.model.lora
         assert lora is not None, "checked at construction"
-        data = ModelCardData(
-            library_name="peft",
-            pipeline_tag="text-generation",
-            base_model=str(self._adapters.base.get("folder")),
-            tags=["lora", "cdrmix"],
-            model_name=metadata["name"],
-            eval_results=evaluations(metadata) or None,
-        )
-        lines = [
-            f"# {metadata['name']}, step {metadata['step']:,}",
-            "",
-            "Low-rank adapters trained with CDRmix, in the format of peft.",
+        base = metadata["base"]
+        about = [
+            f"Low-rank adapters of {base['name']}, trained with CDRmix, in the format of peft.",
             "",
             f"* {self.num_parameters:,} parameters in float32, rank {lora.rank}",
-            f"* base: config.json and weights of digest `{metadata['base']['digest']}`",
-            "",
-            *result_lines(metadata["metrics"]),
-            "## Use",
-            "",
-            "```python",
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            'base = AutoModelForCausalLM.from_pretrained("BASE")',
-            'model = PeftModel.from_pretrained(base, "FOLDER")',
-            "```",
-            "",
+            f"* base: config.json and weights of digest `{base['digest']}`",
         ]
-        return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+        return model_card(
+            metadata,
+            about=about,
+            use=_USE,
+            licence="The licence of the base holds for the two together.",
+            library="peft",
+            tags=("lora", "cdrmix"),
+            base_model=base["name"],
+        )
 
 
 def open_adapter(folder: Path, base: Path) -> dict[str, Any]:

@@ -3,70 +3,53 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from cdrmix import __version__
-from cdrmix.checkpoint.files import read_json
+from cdrmix.checkpoint.files import MANIFEST_FILE, digest, read_json
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.schema import Config
 from cdrmix.monitoring.sinks import read_metrics
 
+METADATA_FILE = "training_metadata.json"
+CARD_FILE = "README.md"
 # Of a logged step: these say something about the model, others about the machine.
 _METRICS = ("loss", "tokens_seen", "eval/loss", "eval/perplexity", "eval/bits_per_byte")
 
-_PROGRAMS = {
-    "hf": "transformers",
-    "fla": "flash-linear-attention, as its RWKV-7",
-    "gguf": "readers of GGUF, as its architecture rwkv7",
-}
-_HF_USE = (
-    "```python",
-    "from transformers import AutoModelForCausalLM, AutoTokenizer",
-    "",
-    'tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)',
-    'model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
-    'inputs = tokenizer("def", return_tensors="pt")',
-    "tokens = model.generate(**inputs, max_new_tokens=64)",
-    "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
-    "```",
-    "",
-    "`trust_remote_code` runs `modeling_cdrmix.py` of this folder, which needs torch and "
-    "transformers alone. The tokenizer begins each text with its `bos_token`, as documents in "
-    "training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
-    "",
-)
-
 
 def training_metadata(
-    run_dir: Path | None,
-    *,
-    step: int,
+    checkpoint: FoundCheckpoint,
     state: dict[str, Any],
     config: Config,
+    *,
     tokenizer_digest: str,
-    manifest_digest: str,
-    left_out: list[str],
+    left_out: Sequence[str],
 ) -> dict[str, Any]:
     """Describes the run and the checkpoint of a model, without dates and paths of the machine.
 
+    One that was copied out of its run directory tells neither name nor metrics of the run.
+
     Args:
-        run_dir: run directory around the checkpoint; None: there is none, so no name and metrics.
-        step: optimizer steps of the checkpoint.
+        checkpoint: of the run.
         state: content of its state.json.
+        config: of the run.
         tokenizer_digest: sha256 of tokenizer.json, hex.
-        manifest_digest: sha256 of the checkpoint's manifest, hex.
         left_out: parts of Stage B that the checkpoint holds and the export does not.
     """
+    path = checkpoint.path.resolve()  # its run's name, from wherever it was named
+    run_dir = path.parent.parent if path.parent.name == "checkpoints" else None
     loader = state.get("loader") or {}
     environment = _json_or_nothing(run_dir, "environment.json")
     return {
         "name": config.name,
-        "run": run_dir.resolve().name if run_dir else None,
-        "step": step,
+        "run": run_dir.name if run_dir else None,
+        "step": checkpoint.step,
         "stage": state.get("stage"),
-        "checkpoint": {"manifest_sha256": manifest_digest},
+        "checkpoint": {"manifest_sha256": digest(path / MANIFEST_FILE)},
         "data": {
             "manifest_digest": loader.get("manifest_digest"),
             "split": loader.get("split"),
@@ -75,8 +58,8 @@ def training_metadata(
             "mixture": loader.get("mixture"),
         },
         "tokenizer": {"sha256": tokenizer_digest},  # of the run; the exported one has a prefix
-        "metrics": _metrics(run_dir, step),
-        "left_out": left_out,
+        "metrics": _metrics(run_dir, checkpoint.step),
+        "left_out": list(left_out),
         "trained_with": {
             "cdrmix": environment.get("cdrmix"),
             "commit": environment.get("commit"),
@@ -116,77 +99,52 @@ def _json_or_nothing(run_dir: Path | None, name: str) -> dict[str, Any]:
 
 
 def model_card(
-    metadata: dict[str, Any], config: Config, *, num_parameters: int, dtype: str, format: str
+    metadata: dict[str, Any],
+    *,
+    about: Sequence[str],
+    use: Sequence[str],
+    licence: str,
+    library: str,
+    tags: Sequence[str],
+    base_model: str | None = None,
 ) -> str:
-    """Makes the text of README.md: front matter that the Hub reads, and a page for people."""
-    library = {"hf": "transformers", "fla": "fla", "gguf": "gguf"}[format]
+    """Makes the text of README.md: front matter that the Hub reads, and a page for people.
+
+    Args:
+        metadata: as `training_metadata` gives it; with `base` of a model that has one.
+        about, use: lines of what it is, and of its use.
+        licence: sentence on that of the weights.
+        library, tags, base_model: of the front matter.
+    """
     data = ModelCardData(
         library_name=library,
         pipeline_tag="text-generation",
-        tags=["custom_code", "rwkv", "cdrmix"] if format == "hf" else ["rwkv", "cdrmix"],
+        base_model=base_model,
+        tags=list(tags),
         model_name=metadata["name"],
-        eval_results=evaluations(metadata) or None,
+        eval_results=_evaluations(metadata) or None,
     )
-    model = config.model
-    kinds = model.layer_kinds()
-    experts = "one dense feed-forward in each"
-    if model.moe is not None:
-        experts = f"{model.moe.num_experts} experts in each, {model.moe.top_k} for each token"
+    named = "run, checkpoint, base, data" if "base" in metadata else "run, checkpoint, data"
     lines = [
         f"# {metadata['name']}, step {metadata['step']:,}",
         "",
-        f"A language model trained with CDRmix and exported for {_PROGRAMS[format]}.",
+        *about,
         "",
-        f"* {num_parameters:,} parameters in {dtype}, embedding and head tied",
-        f"* {kinds.count('rwkv')} RWKV-7 and {kinds.count('transformer')} Transformer blocks of "
-        f"width {model.hidden_size}; {experts}",
-        f"* trained on sequences of {config.training.sequence_length:,} tokens, vocabulary "
-        f"{model.vocab_size:,}",
-        "",
-        *result_lines(metadata["metrics"]),
+        *_result_lines(metadata["metrics"]),
         "## Use",
         "",
-        *_use_lines(format, config),
-        *_left_out_lines(metadata["left_out"]),
+        *use,
+        "",
         "## Origin",
         "",
-        "`training_metadata.json` names run, checkpoint, data and versions, `MANIFEST.json` all "
-        "files with their digests: `cdrmix export --verify FOLDER` compares them. The licence of "
-        "the weights is for whoever publishes them to state.",
+        f"`{METADATA_FILE}` names {named} and versions, `MANIFEST.json` all files with their "
+        f"digests: `cdrmix export --verify FOLDER` compares them. {licence}",
         "",
     ]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
 
 
-def _use_lines(format: str, config: Config) -> list[str]:
-    if format == "hf":
-        return list(_HF_USE)
-    width = config.model.hidden_size
-    widened = (
-        f"The weights here are {2 * width} features wide, where the model has {width}: LayerNorm, "
-        "which this format has, gives the model's RMSNorm on a residual stream of x and -x. The "
-        "outputs are the same, but for the rounding of the arithmetic. Do not train them on: the "
-        "halves would part."
-    )
-    if format == "fla":
-        return [
-            widened,
-            "",
-            "What is multiplied by a factor is in float32: load it with `dtype=torch.float32`. The "
-            "tokenizer begins each text with its `bos_token`, as documents in training do.",
-            "",
-        ]
-    return [
-        widened,
-        "",
-        "The pre-tokenizer is named `cdrmix`, which llama.cpp does not know: none of its own cuts "
-        "text into the same words. `tokenizer.huggingface.json` in the file is the whole "
-        "tokenizer. A text begins with its `bos_token`, as documents in training do.",
-        "",
-    ]
-
-
-def evaluations(metadata: dict[str, Any]) -> list[EvalResult]:
+def _evaluations(metadata: dict[str, Any]) -> list[EvalResult]:
     """The final evaluation, as the Hub's index of models has it."""
     held_out = metadata["metrics"].get("held_out", {})
     return [
@@ -202,7 +160,7 @@ def evaluations(metadata: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def result_lines(metrics: dict[str, Any]) -> list[str]:
+def _result_lines(metrics: dict[str, Any]) -> list[str]:
     """Lines of a model card with the final evaluation; none without one."""
     held_out = metrics.get("held_out", {})
     if "loss" not in held_out:
@@ -218,14 +176,12 @@ def result_lines(metrics: dict[str, Any]) -> list[str]:
     ]
 
 
-def _left_out_lines(left_out: list[str]) -> list[str]:
-    if not left_out:
-        return []
-    return [
-        f"The run has been through Stage B. Its parts ({', '.join(left_out)}) are not here: this "
-        "format holds the backbone alone.",
-        "",
-    ]
+def hub_name(folder: Path) -> str:
+    """Name of a base: that on the Hub for a folder in its cache, or else the folder's."""
+    for part in folder.parts[::-1]:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def metadata_text(metadata: dict[str, Any]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
-from cdrmix.checkpoint.files import MANIFEST_FILE as CHECKPOINT_MANIFEST
-from cdrmix.checkpoint.files import FileRecord, digest, write_text
+from cdrmix.checkpoint.files import FileRecord, write_text
 from cdrmix.checkpoint.fragments import is_stage_b, part_of
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.trained_run import tokenizer_of
@@ -17,9 +17,37 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.export.formats import check_format, layout, write_model
 from cdrmix.export.hugging_face import model_config, parameter_shapes
-from cdrmix.export.provenance import metadata_text, model_card, training_metadata
+from cdrmix.export.provenance import (
+    CARD_FILE,
+    METADATA_FILE,
+    metadata_text,
+    model_card,
+    training_metadata,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_LIBRARIES = {"hf": "transformers", "fla": "fla", "gguf": "gguf"}
+_PROGRAMS = {
+    "hf": "transformers",
+    "fla": "flash-linear-attention, as its RWKV-7",
+    "gguf": "readers of GGUF, as its architecture rwkv7",
+}
+_HF_USE = (
+    "```python",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)',
+    'model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
+    'inputs = tokenizer("def", return_tensors="pt")',
+    "tokens = model.generate(**inputs, max_new_tokens=64)",
+    "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
+    "```",
+    "",
+    "`trust_remote_code` runs `modeling_cdrmix.py` of this folder, which needs torch and "
+    "transformers alone. The tokenizer begins each text with its `bos_token`, as documents in "
+    "training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
+)
 
 
 class RwkxRun:
@@ -80,22 +108,65 @@ class RwkxRun:
             dtype=self.dtype,
             max_shard_bytes=max_shard_bytes,
         )
-        path = self.checkpoint.path.resolve()  # its run's name, from wherever it was named
         metadata = training_metadata(
-            path.parent.parent if path.parent.name == "checkpoints" else None,
-            step=self.checkpoint.step,
-            state=self._reader.state,
-            config=self._config,
-            tokenizer_digest=self._tokenizer_digest,
-            manifest_digest=digest(path / CHECKPOINT_MANIFEST),
-            left_out=list(self.left_out),
-        )
-        texts["training_metadata.json"] = metadata_text(metadata)
-        texts["README.md"] = model_card(
-            metadata,
+            self.checkpoint,
+            self._reader.state,
             self._config,
-            num_parameters=self.num_parameters,
-            dtype=str(self.dtype).removeprefix("torch."),
-            format=self._format,
+            tokenizer_digest=self._tokenizer_digest,
+            left_out=self.left_out,
         )
+        texts |= {METADATA_FILE: metadata_text(metadata), CARD_FILE: self._card(metadata)}
         return records | {name: write_text(folder / name, text) for name, text in texts.items()}
+
+    def _card(self, metadata: dict[str, Any]) -> str:
+        """Makes the text of README.md."""
+        model = self._config.model
+        kinds = model.layer_kinds()
+        experts = "one dense feed-forward in each"
+        if model.moe is not None:
+            experts = f"{model.moe.num_experts} experts in each, {model.moe.top_k} for each token"
+        dtype = str(self.dtype).removeprefix("torch.")
+        about = [
+            f"A language model trained with CDRmix and exported for {_PROGRAMS[self._format]}.",
+            "",
+            f"* {self.num_parameters:,} parameters in {dtype}, embedding and head tied",
+            f"* {kinds.count('rwkv')} RWKV-7 and {kinds.count('transformer')} Transformer blocks "
+            f"of width {model.hidden_size}; {experts}",
+            f"* trained on sequences of {self._config.training.sequence_length:,} tokens, "
+            f"vocabulary {model.vocab_size:,}",
+        ]
+        use = _use_lines(self._format, model.hidden_size)
+        if self.left_out:
+            use += [
+                "",
+                f"The run has been through Stage B. Its parts ({', '.join(self.left_out)}) are not "
+                "here: this format holds the backbone alone.",
+            ]
+        return model_card(
+            metadata,
+            about=about,
+            use=use,
+            licence="The licence of the weights is for whoever publishes them to state.",
+            library=_LIBRARIES[self._format],
+            tags=(*(["custom_code"] if self._format == "hf" else []), "rwkv", "cdrmix"),
+        )
+
+
+def _use_lines(format: str, width: int) -> list[str]:
+    """Lines on the use of a model whose hidden size is `width`."""
+    if format == "hf":
+        return list(_HF_USE)
+    widened = (
+        f"The weights here are {2 * width} features wide, where the model has {width}: LayerNorm, "
+        "which this format has, gives the model's RMSNorm on a residual stream of x and -x. The "
+        "outputs are the same, but for the rounding of the arithmetic. Do not train them on: the "
+        "halves would part."
+    )
+    reading = {
+        "fla": "What is multiplied by a factor is in float32: load it with `dtype=torch.float32`. "
+        "The tokenizer begins each text with its `bos_token`, as documents in training do.",
+        "gguf": "The pre-tokenizer is named `cdrmix`, which llama.cpp does not know: none of its "
+        "own cuts text into the same words. `tokenizer.huggingface.json` in the file is the whole "
+        "tokenizer. A text begins with its `bos_token`, as documents in training do.",
+    }
+    return [widened, "", reading[format]]

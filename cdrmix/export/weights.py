@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from torch import Tensor
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import FileRecord, write_json, write_tensors
 from cdrmix.checkpoint.fragments import Box, Span
+from cdrmix.config.safetensors_headers import INDEX_FILE
 
-INDEX_FILE = "model.safetensors.index.json"
 # 4 MiB of a float32 checkpoint: large reads, and little beside what a process has anyway. Of pieces
 # of 16 MiB the heap kept eight, as it takes new ones where small objects leave no room in old ones.
 _READ_ELEMENTS = 2**20
@@ -43,6 +45,20 @@ class Part:
     def is_plain(self) -> bool:
         """True if it is the source as it is."""
         return self == Part(self.source)
+
+
+class Stored(Protocol):
+    """A tensor of a file to write."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Stored)
 
 
 @dataclass(frozen=True)
@@ -107,9 +123,26 @@ def write_weights(
         StateError: if the checkpoint cannot be read.
         OSError: naming the file that cannot be written.
     """
+    reader.open_files()
+    values = partial(pieces, reader)
+    return write_shards(folder, targets, values, max_shard_bytes=max_shard_bytes)
+
+
+def write_shards(
+    folder: Path,
+    targets: Mapping[str, T],
+    values: Callable[[T], Iterator[Tensor]],
+    *,
+    max_shard_bytes: int,
+) -> dict[str, FileRecord]:
+    """Writes tensors from any source and their index durably; as `write_weights` otherwise.
+
+    Args:
+        values: gives the elements of a tensor piece by piece, in row-major order.
+    """
     shards = plan_shards({name: each.num_bytes for name, each in targets.items()}, max_shard_bytes)
     records = {
-        file: write_shard(folder / file, reader, targets, names) for file, names in shards.items()
+        file: write_shard(folder / file, targets, names, values) for file, names in shards.items()
     }
     metadata = {
         "total_size": sum(each.num_bytes for each in targets.values()),
@@ -122,17 +155,19 @@ def write_weights(
 
 
 def write_shard(
-    path: Path, reader: CheckpointFile, targets: Mapping[str, Target], names: Sequence[str]
+    path: Path,
+    targets: Mapping[str, T],
+    names: Sequence[str],
+    values: Callable[[T], Iterator[Tensor]],
 ) -> FileRecord:
-    """Writes one file of `plan_shards`; arguments and errors as of `write_weights`."""
-    reader.open_files()
+    """Writes one file of `plan_shards`; arguments and errors as of `write_shards`."""
     # the widest types first, as the file format wants them
     ordered = sorted(names, key=lambda name: -targets[name].dtype.itemsize)
     layout = [  # on the meta device: for shape and type alone
         (name, torch.empty(targets[name].shape, dtype=targets[name].dtype, device="meta"))
         for name in ordered
     ]
-    data = (piece for name in ordered for piece in pieces(reader, targets[name]))
+    data = (piece for name in ordered for piece in values(targets[name]))
     return write_tensors(path, layout, data)
 
 

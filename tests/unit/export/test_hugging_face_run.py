@@ -32,9 +32,8 @@ from tests.hf_models import make_folder
 _KILLED = """
 import os, sys
 from cdrmix.cli import main
-from cdrmix.export import hugging_face_run
-write_json = hugging_face_run.write_json
-hugging_face_run.write_json = lambda *_: os.kill(os.getpid(), 9)
+from cdrmix.export import weights
+weights.write_json = lambda *_: os.kill(os.getpid(), 9)
 sys.exit(main(["export", sys.argv[1], "--out", sys.argv[2]]))
 """
 

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.config.load import load_config
+from cdrmix.config.safetensors_headers import INDEX_FILE
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import StateError
 from cdrmix.export import weights
 from cdrmix.export.hugging_face import model_config, parameter_shapes
-from cdrmix.export.weights import INDEX_FILE, boxes, plain_target, plan_shards, write_weights
+from cdrmix.export.weights import boxes, plain_target, plan_shards, write_weights
 from cdrmix.planning.counts import count
 from tests.checkpoints import on_ranks, save_checkpoint, whole
 from tests.harness import ROOT
@@ -95,6 +96,7 @@ def test_fragments_of_any_layout_are_put_together(
 # by their place, all and the index by default.
 _MEASURE = """
 import sys, threading, time
+from functools import partial
 from pathlib import Path
 import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
@@ -126,9 +128,10 @@ with CheckpointFile(Path(source)) as reader:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     if places:
+        reader.open_files()
         shards = list(weights.plan_shards(sizes, limit).items())
         for file, names in (shards[int(place)] for place in places):
-            weights.write_shard(out / file, reader, targets, names)
+            weights.write_shard(out / file, targets, names, partial(weights.pieces, reader))
     else:
         weights.write_weights(out, reader, targets, max_shard_bytes=limit)
     done = True
