@@ -9,12 +9,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
-from cdrmix.data.shards import new_manifest, read_manifest, write_manifest, write_shards
+from cdrmix.data.shards import read_manifest
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.monitoring.sinks import read_metrics
@@ -23,6 +22,7 @@ from tests.equal_runs import result_of
 from tests.harness import run_ranks
 from tests.hf_models import make_folder
 from tests.small_run import STEPS, arguments, before_step, overrides, refused, start
+from tests.unit.data.token_folder import write_backwards
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -42,24 +42,7 @@ def base(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same text backwards, by the same tokenizer."""
     folder = tmp_path_factory.mktemp("data") / "new"
-    folder.mkdir()
-    manifest = read_manifest(small_corpus)
-    shutil.copy(small_corpus / "tokenizer.json", folder)
-    shards = []
-    for split in ("train", "validation"):
-        dataset = TokenDataset(small_corpus, split, LENGTH)
-        rows = dataset.rows(np.arange(min(40, dataset.num_samples)))[:, ::-1]
-        documents = ((row, 3 * len(row)) for row in rows)
-        shards += write_shards(folder, documents, split=split, domain="new", dtype=manifest.dtype)
-    made = new_manifest(
-        shards,
-        vocab_size=manifest.vocab_size,
-        tokenizer=manifest.tokenizer,
-        eos_id=manifest.eos_id,
-        source={"text": "backwards"},
-    )
-    write_manifest(folder, made)
-    return folder
+    return write_backwards(folder, small_corpus, length=LENGTH)
 
 
 def continued(base: Path, new: Path, run_dir: Path, old: Path | str, *settings: str) -> list[str]:

@@ -7,19 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.data.shards import new_manifest, read_manifest, write_manifest, write_shards
-from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.evaluation.trained import evaluate_run
 from cdrmix.export.exported_run import export_run
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
 from tests.layouts import _masters, _whole
 from tests.small_run import arguments, overrides, refused, start
+from tests.unit.data.token_folder import write_backwards
 
 LENGTH, TOKENS = 64, 1000
 # At this rate the loss of the end is not the lowest.
@@ -40,28 +38,7 @@ def earlier(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def other_data(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tokens of the corpus backwards, by the same tokenizer."""
     folder = tmp_path_factory.mktemp("data") / "backwards"
-    folder.mkdir()
-    manifest = read_manifest(small_corpus)
-    shutil.copy(small_corpus / "tokenizer.json", folder)
-    shards = []
-    for split in ("train", "validation"):
-        dataset = TokenDataset(small_corpus, split, LENGTH)
-        rows = dataset.rows(np.arange(min(dataset.num_samples, 40)))[:, ::-1]
-        documents = ((row.astype(np.uint16), 3 * len(row)) for row in rows)
-        shards += write_shards(
-            folder, documents, split=split, domain="code", dtype="uint16", max_tokens=2**27
-        )
-    write_manifest(
-        folder,
-        new_manifest(
-            shards,
-            vocab_size=manifest.vocab_size,
-            tokenizer=manifest.tokenizer,
-            eos_id=manifest.eos_id,
-            source={"text": "backwards"},
-        ),
-    )
-    return folder
+    return write_backwards(folder, small_corpus, length=LENGTH)
 
 
 def test_the_best_checkpoint_stays_and_is_named(earlier: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import numpy as np
 from cdrmix.data.shards import (
     TokenizerInfo,
     new_manifest,
+    read_manifest,
     smallest_dtype,
     write_file,
     write_manifest,
     write_shards,
 )
+from cdrmix.data.token_dataset import TokenDataset
 
 
 def write_token_folder(
@@ -55,3 +58,29 @@ def write_counting_folder(folder: Path, num_tokens: int, *, max_tokens: int = 2*
     return write_token_folder(
         folder, {"train": [range(num_tokens)]}, vocab_size=num_tokens, max_tokens=max_tokens
     )
+
+
+def write_backwards(folder: Path, corpus: Path, *, length: int) -> Path:
+    """Some rows of a data set backwards, by its own tokenizer: other data for the same model.
+
+    Args:
+        length: tokens of a row.
+    """
+    folder.mkdir()
+    manifest = read_manifest(corpus)
+    shutil.copy(corpus / "tokenizer.json", folder)
+    shards = []
+    for split in ("train", "validation"):
+        dataset = TokenDataset(corpus, split, length)
+        rows = dataset.rows(np.arange(min(40, dataset.num_samples)))[:, ::-1]
+        documents = ((row, 3 * len(row)) for row in rows)
+        shards += write_shards(folder, documents, split=split, domain="new", dtype=manifest.dtype)
+    made = new_manifest(
+        shards,
+        vocab_size=manifest.vocab_size,
+        tokenizer=manifest.tokenizer,
+        eos_id=manifest.eos_id,
+        source={"text": "backwards"},
+    )
+    write_manifest(folder, made)
+    return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,9 @@ CODE = {
 def test_model_of_code_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    # Of an earlier test: it would be searched in the folder of that one.
+    for name in [each for each in sys.modules if each.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
     folder = make_folder(tmp_path / "own", "llama")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
