@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import shutil
 import statistics
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cdrmix import runtime
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.data.sample import ensure_sample
@@ -40,7 +40,7 @@ def settings(base: Path, data: Path) -> list[str]:
     return [
         f"model={{kind: hf, path: {base}}}",
         f"data.path={data}",
-        f"training.max_steps={LONG}",  # of both runs: it is the schedule's length
+        f"training.max_steps={LONG}",
         "training.global_batch_size=16",
         "training.micro_batch_size=8",
         "training.sequence_length=256",
@@ -83,13 +83,12 @@ class Measured:
     def __init__(self, command: list[str], losses_from: Path) -> None:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         words = [
+            *("env", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", f"PYTHONPATH={Path.cwd()}"),
             str(Path(sys.executable).with_name("deepspeed")),
             *("--no_local_rank", "--num_gpus", str(RANKS), "--master_port", str(free_port())),
             *("--log_level", "error", *command),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        environment["PYTHONPATH"] = os.getcwd()
-        subprocess.run(words, check=True, stdout=sys.stderr, env=environment)
+        subprocess.run(words, check=True, stdout=sys.stderr)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.cpu_seconds = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
         lines = losses_from.read_text(encoding="utf-8").splitlines()
@@ -100,7 +99,7 @@ class Measured:
 
 def _ours(base: Path, data: Path, folder: Path, steps: int) -> Measured:
     words = [word for each in settings(base, data) for word in ("--set", each)]
-    # A run that stops early keeps the schedule of the long one: a limit is no length.
+    # The short run has a schedule of its own: its losses are not compared.
     limit = [] if steps == LONG else ["--set", f"training.max_steps={steps}"]
     command = [_OURS, "--config", CONFIG, *words, *limit, "--profile", "zero2"]
     run = folder / f"ours-{steps}"
@@ -122,7 +121,7 @@ def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
 
     config: Config = load_config(CONFIG, settings(base, data))
     training = config.training
-    rank = int(os.environ["RANK"])
+    rank = runtime.rank()
     micro = training.global_batch_size // RANKS
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_cache=False)
     optimizer = adamw(model, training)
