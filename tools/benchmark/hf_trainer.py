@@ -121,7 +121,7 @@ def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
 
     config: Config = load_config(CONFIG, settings(base, data))
     training = config.training
-    rank = runtime.rank()
+    rank = runtime.local_rank()
     micro = training.global_batch_size // RANKS
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_cache=False)
     optimizer = adamw(model, training)
