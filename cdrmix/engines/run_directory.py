@@ -26,7 +26,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
-from cdrmix.planning.counts import count
+from cdrmix.planning.counts import count, trained_params
 from cdrmix.planning.plan import Plan
 
 if TYPE_CHECKING:  # brings torch, which is not imported before a start is checked
@@ -343,7 +343,11 @@ def write_description(
     if stage_b_steps is None:
         write_json_atomic(path / "ds_config.json", plan.deepspeed)
         counts = count(config.model, config.training.sequence_length)
-        size = {"total_params": counts.total_params, "active_params": counts.active_params}
+        size = {
+            "total_params": counts.total_params,
+            "active_params": counts.active_params,
+            "trained_params": trained_params(config.model),
+        }
         write_json_atomic(plan_path, plan.to_json() | size)
         (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end
     else:

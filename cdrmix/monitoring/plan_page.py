@@ -12,8 +12,8 @@ from cdrmix.monitoring.page import compact
 _WRITTEN = (
     "profile", "profile_path", "degrees", "micro_batch_size", "gradient_accumulation_steps",
     "activation_checkpointing", "sequence_checkpoint_tokens", "memory_per_rank_bytes",
-    "saves_in_background", "total_params", "active_params", "reasons", "warnings", "deepspeed",
-    "stage_b",
+    "saves_in_background", "total_params", "active_params", "trained_params",
+    "reasons", "warnings", "deepspeed", "stage_b",
 )  # fmt: skip
 
 

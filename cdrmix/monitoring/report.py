@@ -190,7 +190,12 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     total = _number(run.plan.get("total_params"))
     active = _number(run.plan.get("active_params"))
     if total is not None:
-        unit = "parameters" if active is None else f"parameters, {compact(active)} active"
+        trained = _number(run.plan.get("trained_params"))
+        unit = "parameters"
+        if active not in (None, total):
+            unit += f", {compact(active)} active"
+        if trained not in (None, total):
+            unit += f", {compact(trained)} trained"
         tiles.append(Tile("Size", compact(total), unit))
     if run.is_stage_b_alone:
         tiles = [tile for tile in tiles if tile.value != _UNKNOWN]

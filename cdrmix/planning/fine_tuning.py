@@ -33,7 +33,7 @@ def training_reason(config: Config, plan: Plan, cluster: Cluster) -> str:
         targets = targets_of(model, model.lora)
         what = (
             f"LoRA of rank {model.lora.rank}: {_count(trained)} of {_count(total)} parameters "
-            f"({100 * trained / total:.2g} %), beside {', '.join(targets.modules)}"
+            f"({100 * trained / total:.2g} %), in adapters of {', '.join(targets.modules)}"
             + "".join(f", {name}" for name in targets.parameters)
         )
     return f"training {what}; weights, gradients, masters and moments are {states} over all ranks"

@@ -306,3 +306,22 @@ def test_labels_of_moments_do_not_cover_each_other():
     shapes = line_plot("key", [curve], label="", moments=moments).shapes
     assert "a long label of it" in shapes and "another long label" not in shapes
     assert "at the right edge" in shapes and "outside" not in shapes
+
+
+@pytest.mark.parametrize(
+    ("active", "trained", "shown"),
+    [
+        (2e6, 2e6, "2M parameters"),
+        (1e6, 2e6, "2M parameters, 1M active"),
+        (2e6, 5e5, "2M parameters, 500K trained"),  # adapters beside frozen weights
+    ],
+)
+def test_the_size_tells_what_is_active_and_what_is_trained(
+    active: float, trained: float, shown: str, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run", num_steps=8)
+    size = {"total_params": 2e6, "active_params": active, "trained_params": trained}
+    write_json_atomic(folder / "plan.json", PLAN | size)
+    text = report_of(folder)[1].text
+    assert f"Size {shown}" in text
+    assert f"Size {shown}," not in text

@@ -117,7 +117,10 @@ def test_a_plan_says_what_is_trained(large: Path) -> None:
     lora = compare(make_config(large, lora={}, max_steps=5_000), cluster)
     assert lora.plan.zero_stage == 1
     page = plan_text(lora)
-    assert "LoRA of rank 16: 41.9M of 8.07B parameters (0.52 %), beside q_proj, k_proj," in page
+    assert (
+        "LoRA of rank 16: 41.9M of 8.07B parameters (0.52 %), in adapters of q_proj, k_proj,"
+        in page
+    )
     assert "model.lora with 1.31e9 tokens: beyond 1e9 tokens" in page
     few = plan_text(compare(make_config(large, lora={}), cluster))
     assert "beyond 1e9 tokens" not in few
