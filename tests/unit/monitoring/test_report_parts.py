@@ -313,7 +313,7 @@ def test_labels_of_moments_do_not_cover_each_other():
     [
         (2e6, 2e6, "2M parameters"),
         (1e6, 2e6, "2M parameters, 1M active"),
-        (2e6, 5e5, "2M parameters, 500K trained"),  # adapters beside frozen weights
+        (2e6, 5e5, "2M parameters, 500,000 trained"),  # adapters beside frozen weights
     ],
 )
 def test_the_size_tells_what_is_active_and_what_is_trained(
