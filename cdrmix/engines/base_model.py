@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,24 @@ def load_base(config: Config, engine: Any, *, expected: JsonObject | None = None
 
 
 def verified_digest(folder: Path) -> str:
-    """Digest of a base's config.json and weights, each file read by one rank; collective.
+    """Digest of a base's config.json and weights, each file read by one rank of every host;
+    collective.
 
     Raises:
         DataError: on every rank, if a file cannot be read, or hosts have different folders.
     """
-    # By headers, sizes and config.json: the weights of each file are read on one host alone.
+    # By headers, sizes and config.json: other files are told in a second, without reading all.
     check_same("folders of the base model", "digest", runtime.together(lambda: _outline(folder)))
-    rank, world = runtime.rank(), runtime.world_size()
-    own = runtime.together(lambda: base_records(folder, part=rank, parts=world))
-    shares = runtime.all_gather_object(own)
-    return digest_of_base({name: record for share in shares for name, record in share.items()})
+    # Ranks would train on weights of their own hosts: every host reads all files.
+    host = socket.gethostname()
+    hosts = runtime.all_gather_object(host)
+    part, parts = hosts[: runtime.rank()].count(host), hosts.count(host)
+    own = runtime.together(lambda: base_records(folder, part=part, parts=parts))
+    everywhere = zip(hosts, runtime.all_gather_object(own), strict=True)
+    shares = [share for name, share in everywhere if name == host]
+    found = digest_of_base({name: record for share in shares for name, record in share.items()})
+    check_same("weights of the base model", "digest", found)
+    return found
 
 
 def _outline(folder: Path) -> str:
