@@ -41,25 +41,27 @@ def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None
     is unknown.
     """
     model = start.config.model
-    run_dir = None
     if checkpoint is None:
         start.base = load_base(start.config, engine)
         check_family(engine.module)
+        # Not what a start before kept, which ended before its first save: the folder may have
+        # been replaced since.
+        start.base_files = Path(str(model.path))
     else:
         state = state_of(checkpoint)
         start.base = state.get("base")
-        run_dir = run_of(checkpoint.path)
         if model.lora is not None:  # it holds adapters alone
             expected = recorded_base(state, checkpoint.path)
             start.base = load_base(start.config, engine, expected=expected)
-    start.base_files = base_folder(model, start.directory.path, run_dir)
-    runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), start.base_files))
+        kept = base_folder(model, start.directory.path, run_of(checkpoint.path))
+        runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), kept))
+        start.base_files = kept
 
 
-def _refuse_other(folder: Path, kept: Path | None) -> None:
+def _refuse_other(folder: Path, kept: Path) -> None:
     """Raises StateError if the model of a resumed run is made by another config.json than before:
     the weights of a checkpoint may fit it by their shapes and mean something else."""
-    if kept is not None and _text(folder / CONFIG_FILE) != _text(kept / CONFIG_FILE):
+    if _text(folder / CONFIG_FILE) != _text(kept / CONFIG_FILE):
         raise StateError(
             f"model.path = {folder}: its {CONFIG_FILE} is not that of the run, {kept}. Give the "
             "folder that the run began with, or start in a new run directory"
