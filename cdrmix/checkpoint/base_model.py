@@ -129,7 +129,9 @@ def digest_of_base(records: Mapping[str, FileRecord]) -> str:
 
 
 def write_base_files(run_dir: Path, source: Path, digest_: str) -> None:
-    """Copies the small files of a base into a run directory, once; whole or not at all.
+    """Copies the small files of a base into a run directory, whole or not at all.
+
+    Those of the same base stay as they are, and those of another one are replaced.
 
     Args:
         run_dir: run directory, or folder of its copies.
@@ -137,10 +139,12 @@ def write_base_files(run_dir: Path, source: Path, digest_: str) -> None:
         digest_: of the base, hex.
     Raises:
         OSError: if they cannot be read or written.
+        StateError: if what a run keeps of its base is damaged.
     """
     out = run_dir / BASE_FOLDER
-    if (out / RECORD_FILE).exists():
+    if (out / RECORD_FILE).exists() and _holds_same(out, source, digest_):
         return
+    replaced = out.with_name(f".{BASE_FOLDER}.replaced")
     with new_folder(out) as folder:
         for path in small_files(source):
             target = folder / path.relative_to(source)
@@ -159,6 +163,24 @@ def write_base_files(run_dir: Path, source: Path, digest_: str) -> None:
                 for name, size in tensor_sizes(source).items()
             }
             write_json(folder / RECORD_FILE, {"digest": digest_, "tensors": tensors})
+        if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            out.rename(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _holds_same(out: Path, source: Path, digest_: str) -> bool:
+    """True if what a run keeps in `out` is of the base in `source`, with this digest."""
+    if (source / RECORD_FILE).exists():
+        is_same = (out / RECORD_FILE).read_bytes() == (source / RECORD_FILE).read_bytes()
+    else:
+        is_same = recorded_digest(out) == digest_
+    # The digest is of config.json and the weights.
+    kept, there = (
+        {path.relative_to(folder): path.read_bytes() for path in small_files(folder)}
+        for folder in (out, source)
+    )
+    return is_same and kept == there
 
 
 def small_files(folder: Path) -> list[Path]:

@@ -125,12 +125,34 @@ def open_old(folder: Path, sequence_length: int, *, key: str) -> TokenDataset | 
 def check_tokenizers(
     new: Manifest, old: Manifest, *, data: DataConfig, key: str, folder: Path
 ) -> None:
-    """Raises a DataError if old data were built with another tokenizer than the new."""
+    """Raises a DataError if old data were built with another tokenizer than the new, or with other
+    tokens around documents.
+
+    The files may differ in parts that do not decide the ids, where both manifests tell of these.
+    """
     digests = (new.tokenizer.sha256, old.tokenizer.sha256)
-    if digests[0] != digests[1]:
+    contents = (new.tokenizer.content_sha256, old.tokenizer.content_sha256)
+    if digests[0] != digests[1] and (contents[0] is None or contents[0] != contents[1]):
         here, there = (digest[:_DIGEST] for digest in digests)
         raise DataError(
             f"{key} = {folder}: was built with another tokenizer than data.path = {data.path}: "
             f"sha256 {there} there, {here} here ({MANIFEST_FILE}). Build both with one tokenizer: "
             "a model reads the ids of one alone"
+        )
+    around = {
+        "eos_id": (new.eos_id, old.eos_id),
+        "document_prefix": (
+            list(new.tokenizer.document_prefix),
+            list(old.tokenizer.document_prefix),
+        ),
+    }
+    if differing := [
+        f"{name} {there} there, {here} here"
+        for name, (here, there) in around.items()
+        if here != there
+    ]:
+        raise DataError(
+            f"{key} = {folder}: was built with other tokens around documents than data.path = "
+            f"{data.path}: {'; '.join(differing)} ({MANIFEST_FILE}). Build both with the same "
+            "tokenizer section of the recipe (cdrmix data build)"
         )

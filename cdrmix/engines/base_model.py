@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +41,27 @@ def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None
     is unknown.
     """
     model = start.config.model
-    run_dir = None
     if checkpoint is None:
         start.base = load_base(start.config, engine)
         check_family(engine.module)
+        # Not what a start before kept, which ended before its first save: the folder may have
+        # been replaced since.
+        start.base_files = Path(str(model.path))
     else:
         state = state_of(checkpoint)
         start.base = state.get("base")
-        run_dir = run_of(checkpoint.path)
         if model.lora is not None:  # it holds adapters alone
             expected = recorded_base(state, checkpoint.path)
             start.base = load_base(start.config, engine, expected=expected)
-    start.base_files = base_folder(model, start.directory.path, run_dir)
-    runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), start.base_files))
+        kept = base_folder(model, start.directory.path, run_of(checkpoint.path))
+        runtime.first_rank_does(lambda: _refuse_other(Path(str(model.path)), kept))
+        start.base_files = kept
 
 
-def _refuse_other(folder: Path, kept: Path | None) -> None:
+def _refuse_other(folder: Path, kept: Path) -> None:
     """Raises StateError if the model of a resumed run is made by another config.json than before:
     the weights of a checkpoint may fit it by their shapes and mean something else."""
-    if kept is not None and _text(folder / CONFIG_FILE) != _text(kept / CONFIG_FILE):
+    if _text(folder / CONFIG_FILE) != _text(kept / CONFIG_FILE):
         raise StateError(
             f"model.path = {folder}: its {CONFIG_FILE} is not that of the run, {kept}. Give the "
             "folder that the run began with, or start in a new run directory"
@@ -110,17 +113,24 @@ def load_base(config: Config, engine: Any, *, expected: JsonObject | None = None
 
 
 def verified_digest(folder: Path) -> str:
-    """Digest of a base's config.json and weights, each file read by one rank; collective.
+    """Digest of a base's config.json and weights, each file read by one rank of every host;
+    collective.
 
     Raises:
         DataError: on every rank, if a file cannot be read, or hosts have different folders.
     """
-    # By headers, sizes and config.json: the weights of each file are read on one host alone.
+    # By headers, sizes and config.json: other files are told in a second, without reading all.
     check_same("folders of the base model", "digest", runtime.together(lambda: _outline(folder)))
-    rank, world = runtime.rank(), runtime.world_size()
-    own = runtime.together(lambda: base_records(folder, part=rank, parts=world))
-    shares = runtime.all_gather_object(own)
-    return digest_of_base({name: record for share in shares for name, record in share.items()})
+    # Ranks would train on weights of their own hosts: every host reads all files.
+    host = socket.gethostname()
+    hosts = runtime.all_gather_object(host)
+    part, parts = hosts[: runtime.rank()].count(host), hosts.count(host)
+    own = runtime.together(lambda: base_records(folder, part=part, parts=parts))
+    everywhere = zip(hosts, runtime.all_gather_object(own), strict=True)
+    shares = [share for name, share in everywhere if name == host]
+    found = digest_of_base({name: record for share in shares for name, record in share.items()})
+    check_same("weights of the base model", "digest", found)
+    return found
 
 
 def _outline(folder: Path) -> str:

@@ -101,10 +101,17 @@ def kind_of(path: Path) -> Kind:
 
 
 def of_checkpoint(path: Path) -> StartPoint:
-    """Describes a checkpoint. Raises StateError if it is not one that this version reads."""
+    """Describes a checkpoint. Raises StateError if it is not one that this version reads, or of a
+    Hugging Face model, which a run begins with by model.path."""
     state = _content(path / "state.json")
     tensors = _content(path / "index.json").get("tensors", {})
     try:
+        if state["config"]["model"].get("kind") == "hf":
+            raise _wrong(
+                path,
+                "is of a run of a Hugging Face model",
+                "Export it (cdrmix export), and give that folder as model.path",
+            )
         model = _settings(ModelConfig.model_validate(state["config"]["model"]))
         shapes = {
             str(name): tuple(map(int, kinds["buffer" if "buffer" in kinds else "param"]["shape"]))

@@ -18,6 +18,7 @@ from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
@@ -61,7 +62,7 @@ def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
         sample: folder of the sample corpus of an earlier start; None: below the present folder.
     Raises:
         DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
-            not fit the model, or ranks have different data sets.
+            not fit the model or is not that of its folder, or ranks have different data sets.
     """
     model = config.model
     sequence_length = config.training.sequence_length
@@ -74,6 +75,8 @@ def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
         path = built or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
+        if model.path is not None:  # what is behind a URL is looked at here for the first time
+            check_tokenizer(manifest, Path(model.path))
         if runtime.rank() == 0:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
         # Every rank verifies a part: digests of a large data set take one rank too long.

@@ -11,7 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cdrmix.checkpoint.base_model import base_records, digest_of_base
+from cdrmix.checkpoint.base_model import (
+    base_records,
+    digest_of_base,
+    recorded_digest,
+    write_base_files,
+)
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.load import load_config
 from cdrmix.config.safetensors_headers import tensor_sizes
@@ -51,13 +56,22 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Run of a Mixtral on two ranks with ZeRO-3, whose base is away when it has ended."""
+    """Run of a Mixtral on two ranks with ZeRO-3, whose base is away when it has ended.
+
+    It is the second start, of a run that was killed before its first save, and the folder of the
+    model has been replaced meanwhile.
+    """
     root = tmp_path_factory.mktemp("further")
     vocabulary = load_config(TINY).model.vocab_size
     base = make_folder(root / "base", "mixtral", vocab_size=vocabulary, tokenizer=small_corpus)
     (root / "config.yaml").write_text(CONFIG.format(base=base, data=small_corpus))
     run_dir = root / "run"
+    earlier = make_folder(
+        root / "earlier", "mixtral", seed=1, vocab_size=vocabulary, tokenizer=small_corpus
+    )
+    write_base_files(run_dir, earlier, digest_of_base(base_records(earlier)))
     argv = ["--config", str(root / "config.yaml"), "--run-dir", str(run_dir), "--profile", "zero3"]
+    argv += ["--resume", "auto"]
     assert run_ranks(start, 2, argv) == [0, 0]
     names, digest = set(tensor_sizes(base)), digest_of_base(base_records(base))
     shutil.move(base, root / "away")
@@ -72,7 +86,7 @@ def record_of(run_dir: Path) -> dict[str, Any]:
 
 def test_base_is_on_record(trained: Trained) -> None:
     base = record_of(trained.run_dir)["base"]
-    assert base["digest"] == trained.digest
+    assert base["digest"] == trained.digest == recorded_digest(trained.run_dir / "base")
     with CheckpointFile(trained.run_dir / "checkpoints" / "4") as checkpoint:
         assert checkpoint.state["base"] == base
     log = (trained.run_dir / "train.log").read_text()

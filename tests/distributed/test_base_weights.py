@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import json
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +199,22 @@ def of_folders(folders: list[str]) -> list[str]:
     return found
 
 
+def digests_of_two_hosts(folders: list[list[str]]) -> list[str]:
+    """Of each two folders, the digest of this rank's one, or the error: ranks on a host each."""
+    from cdrmix.engines.base_model import verified_digest
+
+    runtime.initialize_distributed()
+    found = []
+    with mock.patch.object(socket, "gethostname", return_value=f"host{runtime.rank()}"):
+        for pair in folders:
+            try:
+                found.append(verified_digest(Path(pair[runtime.rank()])))
+            except DataError as error:
+                found.append(str(error))
+    runtime.destroy_distributed()
+    return found
+
+
 def changed(folder: Path, out: Path, change: Mapping[str, torch.Tensor]) -> Path:
     """Copies a folder of one file, with other tensors in it."""
     shutil.copytree(folder, out)
@@ -213,6 +231,22 @@ def test_swapped_matrices_of_an_expert_are_seen(folders: Path, tmp_path: Path) -
     other = changed(folders / "mixtral", tmp_path / "swapped", swap)
     ((ours, swapped),) = run_ranks(of_folders, 1, [str(folders / "mixtral"), str(other)])
     assert ours != swapped
+
+
+def test_hosts_with_different_weights_are_refused(folders: Path, tmp_path: Path) -> None:
+    """Headers and sizes are the same, and each file is of one host as ranks of one share them."""
+    base = folders / "mixtral"
+    swap = {"lm_head.weight": load_file(base / "model.safetensors")["lm_head.weight"] + 1}
+    other = changed(base, tmp_path / "other", swap)
+    same = Path(shutil.copytree(base, tmp_path / "same"))
+    pairs = [[str(base), str(each)] for each in (same, other)]
+    by_rank = run_ranks(digests_of_two_hosts, 2, pairs)
+    whole = [digest_of_base(base_records(each)) for each in (base, other)]
+    for digest, error in by_rank:
+        assert digest == whole[0]
+        assert "ranks have different weights of the base model" in error
+        for rank, theirs in enumerate(whole):
+            assert f"digest {theirs[:12]}: rank {rank} on host{rank}" in error
 
 
 def test_tied_head_of_other_values_is_refused(folders: Path, tmp_path: Path) -> None:

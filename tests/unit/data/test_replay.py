@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset, check_tokenizers
-from cdrmix.data.shards import read_manifest
+from cdrmix.data.shards import Manifest, read_manifest
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError, StateError
 from tests.unit.data.token_folder import write_token_folder
@@ -149,3 +150,31 @@ def test_another_tokenizer_is_refused(folders: tuple[Path, Path]) -> None:
     )
     with pytest.raises(DataError, match="another tokenizer than data.path"):
         check_tokenizers(new, other, data=data, key="cpt.replay.source", folder=folders[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        # saved again by another program
+        ({"sha256": "0" * 64}, None),
+        ({"sha256": "0" * 64, "content_sha256": "2" * 64}, "another tokenizer than data.path"),
+        ({"sha256": "0" * 64, "content_sha256": None}, "another tokenizer than data.path"),
+        ({"document_prefix": (5,)}, r"document_prefix \[5\] there, \[\] here"),
+        ({"eos_id": 7}, "eos_id 7 there, 0 here"),
+    ],
+)
+def test_tokenizers_are_compared_by_what_decides_the_ids(
+    folders: tuple[Path, Path], changes: dict[str, Any], told: str | None
+) -> None:
+    def foreign(folder: Path, changes: dict[str, Any]) -> Manifest:
+        manifest = read_manifest(folder)
+        values = {"kind": "foreign", "content_sha256": "1" * 64, **changes}
+        eos_id = values.pop("eos_id", manifest.eos_id)
+        tokenizer = manifest.tokenizer.model_copy(update=values)
+        return manifest.model_copy(update={"tokenizer": tokenizer, "eos_id": eos_id})
+
+    new, old = foreign(folders[0], {}), foreign(folders[1], changes)
+    data = load_config("model_configs/cdrmix-core-tiny.yaml").data
+    is_refused = pytest.raises(DataError, match=told) if told else contextlib.nullcontext()
+    with is_refused:
+        check_tokenizers(new, old, data=data, key="cpt.replay.source", folder=folders[1])

@@ -111,6 +111,17 @@ def test_what_is_no_trained_model_is_told_as_such(made: Path, tmp_path: Path) ->
     assert "is a model of type llama, and weights are taken" in refusal(made, tmp_path / "llama")
 
 
+def test_run_of_a_hugging_face_model_is_told_to_be_exported(
+    made: Path, copy: Callable[[str], Path]
+) -> None:
+    checkpoint = copy("run") / "checkpoints" / "7"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["config"]["model"] = {"kind": "hf", "path": "/gone"}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    with pytest.raises(StateError, match="Export it .*, and give that folder as model.path"):
+        start_point.of_checkpoint(checkpoint)
+
+
 @pytest.mark.parametrize("source", ["run", "export"])
 @pytest.mark.parametrize(
     ("settings", "told"),
