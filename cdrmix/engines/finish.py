@@ -28,11 +28,12 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
+    comparable = stage.comparable(run, evaluation)
 
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
-        run.saver.evaluated(evaluation.loss)
+        run.saver.evaluated(comparable)
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
         lines = read_metrics(path / METRICS)
