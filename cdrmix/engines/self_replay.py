@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdrmix import runtime
+from cdrmix.checkpoint.base_model import REPLAY_FOLDER, run_of
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.data.folders import new_folder, remove_unfinished
 from cdrmix.data.mixture import MixedDataset
@@ -40,7 +41,6 @@ from cdrmix.parallel.topology import Topology
 
 logger = get_logger(__name__)
 
-FOLDER = "replay"  # in the run directory
 # Of a pass. Fixed, so that the documents are the same whatever the layout; a cache of keys and
 # values for so many is small beside the weights.
 _DOCUMENTS_AT_ONCE = 8
@@ -67,7 +67,7 @@ def own_replay(
     """
     assert start.config.cpt is not None and start.config.cpt.replay is not None
     replay = start.config.cpt.replay
-    folder = start.directory.path / FOLDER
+    folder = start.directory.path / REPLAY_FOLDER
     length = replay.self_document_tokens or start.config.training.sequence_length
     origin = {
         "text": "written by the starting model",
@@ -82,6 +82,10 @@ def own_replay(
             return True
         return (folder / MANIFEST_FILE).exists() and read_manifest(folder).source == origin
 
+    def copy() -> None:
+        for place in start.directory.copies:
+            _copy(folder, place / REPLAY_FOLDER)
+
     if not runtime.first_rank_does(is_written):
         began = time.monotonic()
         logger.info(
@@ -94,6 +98,7 @@ def own_replay(
             "replay: %d documents of the starting model in %s, written in %.1f s",
             *(len(documents), folder, time.monotonic() - began),
         )
+    runtime.first_rank_does(copy)
     return open_replay(start.config, corpus, folder, key="cpt.replay.source")
 
 
@@ -101,15 +106,33 @@ def _bring(folder: Path, checkpoint: FoundCheckpoint) -> None:
     """Copies the text from the run of a checkpoint, unless this run directory has it; rank 0."""
     if (folder / MANIFEST_FILE).exists():
         return
-    source = checkpoint.path.parent.parent / FOLDER
-    if not (source / MANIFEST_FILE).exists():
+    run_dir = run_of(checkpoint.path)
+    source = None if run_dir is None else run_dir / REPLAY_FOLDER
+    if source is None or not (source / MANIFEST_FILE).exists():
+        place = f"beside {checkpoint.path}" if source is None else source
         raise StateError(
-            f"{folder}: not found, nor {source}: the text that the starting model wrote before the "
+            f"{folder}: not found, nor {place}: the text that the starting model wrote before the "
             "first step, which the order of the samples counts in. Bring it back from where the "
             "run was, or begin a new run"
         )
-    with new_folder(folder) as made:
-        shutil.copytree(source, made, dirs_exist_ok=True)
+    _copy(source, folder)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copies the text to where it is not, or another one is; whole or not at all; rank 0."""
+    try:
+        manifest = (source / MANIFEST_FILE).read_bytes()
+        if (folder / MANIFEST_FILE).exists():
+            if (folder / MANIFEST_FILE).read_bytes() == manifest:
+                return
+            shutil.rmtree(folder)
+        with new_folder(folder) as made:
+            shutil.copytree(source, made, dirs_exist_ok=True)
+    except OSError as error:
+        raise StateError(
+            f"{error.filename or folder}: the text of the starting model cannot be copied "
+            f"({error.strerror or error}). Make room, or give a folder that this user can write to"
+        ) from error
 
 
 def _written(
