@@ -62,15 +62,16 @@ def own_replay(
         engine: with the weights that the run begins with, or those of `checkpoint`, which write
             nothing: of a run that goes on, the text must be there.
     Raises:
-        StateError: on every rank, if it is not.
+        StateError: on every rank, if it is not, or another model wrote it.
         DataError: on every rank, if the text cannot be written, or is not the same on all hosts.
     """
     assert start.config.cpt is not None and start.config.cpt.replay is not None
     replay = start.config.cpt.replay
     folder = start.directory.path / REPLAY_FOLDER
     length = replay.self_document_tokens or start.config.training.sequence_length
-    origin = {
+    origin: dict[str, Any] = {
         "text": "written by the starting model",
+        "model": _digest_of_model(start),
         "seed": start.config.training.seed,
         "tokens": replay.self_tokens,
         "document_tokens": length,
@@ -79,6 +80,7 @@ def own_replay(
     def is_written() -> bool:
         if checkpoint is not None:
             _bring(folder, checkpoint)
+            _refuse_other(folder, origin["model"])
             return True
         return (folder / MANIFEST_FILE).exists() and read_manifest(folder).source == origin
 
@@ -100,6 +102,23 @@ def own_replay(
         )
     runtime.first_rank_does(copy)
     return open_replay(start.config, corpus, folder, key="cpt.replay.source")
+
+
+def _digest_of_model(start: Start) -> str | None:
+    """sha256 of the weights that a run begins with, hex; None where a resumed run does not know."""
+    if start.base is not None:
+        return str(start.base["digest"])
+    return None if start.start_from is None else str(start.start_from["manifest_sha256"])
+
+
+def _refuse_other(folder: Path, model: str | None) -> None:
+    """Raises StateError if another model wrote the text of a run that goes on; rank 0."""
+    writer = read_manifest(folder).source.get("model")
+    if model is not None and writer is not None and writer != model:
+        raise StateError(
+            f"{folder}: was written by another model, of digest {writer[:12]}, and the run began "
+            f"with {model[:12]}. Bring back the text of this run, or begin a new one"
+        )
 
 
 def _bring(folder: Path, checkpoint: FoundCheckpoint) -> None:

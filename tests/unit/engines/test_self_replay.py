@@ -29,6 +29,7 @@ SELF = (
 MORE = ("cpt.forgetting.data=[old]", "training.start_from=base", "training.max_steps=9")
 ORIGIN = {
     "text": "written by the starting model",
+    "model": "a" * 64,
     "seed": load_config(CONFIG).training.seed,
     "tokens": 200,
     "document_tokens": 70,
@@ -49,8 +50,13 @@ def opened(run_dir: Path, *copies: Path, checkpoint: Path | None) -> None:
     train = TokenDataset(data, "train", 64)
     corpus = Corpus(train.manifest, train, train, None, data)  # type: ignore[arg-type]
     settings = [*SMALL, *SELF, *MORE]
+    base = {"digest": "a" * 64}
     start: Any = SimpleNamespace(
-        config=load_config(CONFIG, settings), directory=RunDirectory(run_dir, copies)
+        base=base,
+        start_from=None,
+        heartbeat=None,
+        config=load_config(CONFIG, settings),
+        directory=RunDirectory(run_dir, copies),
     )
     found = None if checkpoint is None else FoundCheckpoint(checkpoint, int(checkpoint.name), ())
     own_replay(start, corpus, ALONE, None, found)
@@ -68,3 +74,16 @@ def test_a_replica_is_enough_to_go_on_with_the_text(tmp_path: Path) -> None:
     shutil.rmtree(copies / "replay")
     with pytest.raises(StateError, match="the text that the starting model wrote before the first"):
         opened(tmp_path / "run", copies, checkpoint=copies / "4")
+
+
+def test_text_of_another_model_is_written_anew_or_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_text(run_dir / "replay")
+    opened(run_dir, checkpoint=None)  # as it is
+    shutil.rmtree(run_dir)
+    write_text(run_dir / "replay", model="b" * 64)
+    with pytest.raises(StateError, match="was written by another model, of digest bbbbbbbbbbbb"):
+        opened(run_dir, checkpoint=run_dir / "checkpoints" / "4")
+    # a run that begins would have its model write, which is none here
+    with pytest.raises(AttributeError, match="document_prefix|prefix_ids|device"):
+        opened(run_dir, checkpoint=None)
