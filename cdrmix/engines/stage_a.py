@@ -243,7 +243,9 @@ class Pretraining(Stage[Batch, StepResult]):
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
             new = HeldOut("new", corpus.validation)
-            self.forgetting = Forgetting(config.cpt, old.held_out, new)
+            self.forgetting = Forgetting(
+                *(config.cpt, old.held_out, new), segment_documents=data.segment_documents
+            )
         # This rank's samples in the run's global order; sequence ranks have the same ones.
         self.loader = Loader(
             self.train,
