@@ -43,6 +43,7 @@ _SMALL_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
+REPLAY_FOLDER = "replay"  # in a run directory: text that its starting model has written
 _COMPARED = 2**22  # elements at a time
 
 
@@ -232,7 +233,8 @@ def run_of(checkpoint: Path) -> Path | None:
     parent = checkpoint.resolve().parent
     if parent.name == "checkpoints":
         return parent.parent
-    return parent if (parent / BASE_FOLDER).is_dir() else None
+    is_copy = any((parent / name).is_dir() for name in (BASE_FOLDER, REPLAY_FOLDER))
+    return parent if is_copy else None
 
 
 def recorded_base(state: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:

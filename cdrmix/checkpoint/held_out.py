@@ -3,6 +3,8 @@
 `held_out.json` stands beside the checkpoints, because the end of a run is evaluated when its last
 checkpoint has its name. It lists losses by step and digest of the manifest: what is said of a
 checkpoint that was removed, set aside or saved again does not count for another of that step.
+Losses over different text do not compare, so each comes with its number of tokens: an evaluation of
+so many tokens reads the same ones each time.
 """
 
 from __future__ import annotations
@@ -21,12 +23,20 @@ logger = get_logger(__name__)
 HELD_OUT_FILE = "held_out.json"
 
 
+class HeldOutLoss(NamedTuple):
+    """Loss on held-out text, nats per token, and the number of tokens predicted there."""
+
+    loss: float
+    tokens: int
+
+
 class HeldOut(NamedTuple):
     """Evaluation of a checkpoint."""
 
     step: int
     manifest: str  # sha256 of its manifest, hex
     loss: float  # nats per token
+    tokens: int  # predicted; 0 in records of earlier versions, which did not tell
 
 
 def held_out_losses(root: Path) -> list[HeldOut]:
@@ -39,14 +49,17 @@ def held_out_losses(root: Path) -> list[HeldOut]:
     path = root / HELD_OUT_FILE
     try:
         entries = [
-            HeldOut(int(each["step"]), str(each["manifest"]), float(each["loss"]))
+            HeldOut(
+                *(int(each["step"]), str(each["manifest"])),
+                *(float(each["loss"]), int(each.get("tokens", 0))),
+            )
             for each in read_json(path)["checkpoints"]
         ]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(
             f"{path}: not a record of held-out losses ({type(error).__name__}: {error}). Remove "
             "it: the next evaluated checkpoint begins a new one"
@@ -67,15 +80,21 @@ def manifest_digest(checkpoint: Path) -> str | None:
 
 
 def best_checkpoint(root: Path) -> HeldOut | None:
-    """Finds the checkpoint in `root` with the lowest loss, whole by the sizes of its files; None
-    if none was evaluated. Raises as `held_out_losses`."""
-    for each in held_out_losses(root):
-        if not damage(root / str(each.step), with_digests=False):
-            return each
-    return None
+    """Finds the checkpoint in `root` with the lowest loss, whole by the sizes of its files, of
+    those evaluated on as many tokens as the newest; None if none was. Raises as
+    `held_out_losses`."""
+    whole = [
+        each
+        for each in held_out_losses(root)
+        if not damage(root / str(each.step), with_digests=False)
+    ]
+    if not whole:
+        return None
+    newest = max(whole, key=lambda each: each.step)
+    return next(each for each in whole if each.tokens == newest.tokens)
 
 
-def loss_of(checkpoint: Path) -> float | None:
+def loss_of(checkpoint: Path) -> HeldOutLoss | None:
     """Held-out loss of a checkpoint, by the record beside it; None if that tells none."""
     try:
         losses = held_out_losses(checkpoint.parent)
@@ -83,7 +102,10 @@ def loss_of(checkpoint: Path) -> float | None:
         logger.warning("warning: %s", error)
         return None
     this = checkpoint.name, manifest_digest(checkpoint)
-    return next((each.loss for each in losses if (str(each.step), each.manifest) == this), None)
+    for each in losses:
+        if (str(each.step), each.manifest) == this:
+            return HeldOutLoss(each.loss, each.tokens)
+    return None
 
 
 def record_held_out(root: Path, new: HeldOut) -> None:

@@ -33,6 +33,7 @@ from cdrmix.checkpoint.files import is_passing, save_number
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import (
     HeldOut,
+    HeldOutLoss,
     best_checkpoint,
     manifest_digest,
     record_held_out,
@@ -112,7 +113,7 @@ class _Save:
     began: float  # start on the monotonic clock
     stalled: float  # `Saver.stall_seconds` at that time
     state: str  # text of state.json
-    loss: float | None  # held-out one of this state, if it was evaluated
+    held_out: HeldOutLoss | None  # of this state, if it was evaluated
     before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
     after: Callable[[], None]  # and this one after it
     temporary: str  # name of the folder in each root while it is written
@@ -183,7 +184,7 @@ class Saver:
         *,
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
-        loss: float | None = None,
+        held_out: HeldOutLoss | None = None,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
@@ -194,7 +195,7 @@ class Saver:
                 the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
-            loss: held-out loss of this state, nats per token; None: not evaluated.
+            held_out: loss of this state on held-out text; None: not evaluated.
             before: run by rank 0, on the thread, before the checkpoint gets its name.
             after: likewise, once it has it in the first root; a failed write there is a warning.
         Raises:
@@ -233,7 +234,7 @@ class Saver:
                 ]
             )
             self._save = _Save(
-                *(step, began, stalled, text, loss, before, after, temporary, copy, job),
+                *(step, began, stalled, text, held_out, before, after, temporary, copy, job),
                 problems=[None] * len(self._roots),
             )
 
@@ -303,16 +304,16 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
-    def evaluated(self, loss: float) -> None:
-        """Records the held-out loss of the newest checkpoint, nats per token, which may make
-        another one the best; on rank 0 alone, between two saves. A failed write is a warning."""
+    def evaluated(self, held_out: HeldOutLoss) -> None:
+        """Records the held-out loss of the newest checkpoint, which may make another one the best;
+        on rank 0 alone, between two saves. A failed write is a warning."""
         step = self.saved_step
         assert self._save is None, "a save is under way"
         if step is None:
             return
         for root in self._roots:
             try:
-                self._record(root, step, root / str(step), loss)
+                self._record(root, step, root / str(step), held_out)
             except (OSError, StateError, InfrastructureError) as error:
                 logger.warning("warning: checkpoint of step %d: %s", step, described(error))
             else:
@@ -371,7 +372,7 @@ class Saver:
         parts = _retried(step, lambda: [json.loads(each.read_text("utf-8")) for each in accounts])
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         # Before the name: a kill between the two leaves no checkpoint without its loss.
-        _retried(step, lambda: self._record(root, step, temporary, save.loss))
+        _retried(step, lambda: self._record(root, step, temporary, save.held_out))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
@@ -381,12 +382,14 @@ class Saver:
         self._last_number = save.number
         self._drop_others(root, step)
 
-    def _record(self, root: Path, step: int, checkpoint: Path, loss: float | None) -> None:
+    def _record(
+        self, root: Path, step: int, checkpoint: Path, held_out: HeldOutLoss | None
+    ) -> None:
         """Records the loss of a folder that is complete, if it may be the best."""
-        if self._keep_best and loss is not None and math.isfinite(loss):
+        if self._keep_best and held_out is not None and math.isfinite(held_out.loss):
             manifest = manifest_digest(checkpoint)
             if manifest is not None:  # a replica may lack it
-                record_held_out(root, HeldOut(step, manifest, loss))
+                record_held_out(root, HeldOut(step, manifest, *held_out))
 
     def _drop_others(self, root: Path, step: int) -> None:
         try:

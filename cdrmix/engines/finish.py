@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,12 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
+    comparable = stage.comparable(run, evaluation)
 
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
-        run.saver.evaluated(evaluation.loss)
+        run.saver.evaluated(comparable)
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
         lines = read_metrics(path / METRICS)
@@ -85,12 +87,24 @@ def _write_adapter(run: Run) -> None:
     from cdrmix.export.exported_run import export_checkpoint  # brings transformers
 
     out = run.directory.path / ADAPTER_FOLDER
-    if out.exists():  # of an earlier end, before the run was extended; it is read-only
-        out.chmod(0o755)
-        shutil.rmtree(out)
+    new, old = (out.with_name(f".{ADAPTER_FOLDER}.{name}") for name in ("new", "old"))
+    _remove(new)  # of a killed process
     saved = FoundCheckpoint(run.directory.folders[0] / str(run.step), run.step, ())
-    exported = export_checkpoint(saved, out, format="peft")
+    exported = export_checkpoint(saved, new, format="peft")
+    # Those of an earlier end, before the run was extended, stay until the new ones are whole.
+    if out.exists():
+        _remove(old)
+        out.rename(old)
+    new.rename(out)
+    _remove(old)
     logger.info("adapter: %s, %s parameters", out, f"{exported.num_parameters:,}")
+
+
+def _remove(folder: Path) -> None:
+    """Remove an exported folder, which is read-only, if it is there."""
+    if folder.exists():
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
 
 
 def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:

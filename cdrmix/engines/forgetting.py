@@ -46,10 +46,19 @@ class Forgetting:
     Args:
         old: sets with what may be forgotten; there may be none.
         new: held-out split of the data that is trained on.
+        segment_documents: keep the documents of a sample apart, as in training.
     """
 
-    def __init__(self, cpt: CptConfig, old: Sequence[HeldOut], new: HeldOut) -> None:
+    def __init__(
+        self,
+        cpt: CptConfig,
+        old: Sequence[HeldOut],
+        new: HeldOut,
+        *,
+        segment_documents: bool = False,
+    ) -> None:
         self._cpt = cpt
+        self._segment_documents = segment_documents
         self._datasets = [each.dataset for each in (*old, new)]
         self.sets = [Measured(each.name, "old", each.dataset.manifest_digest) for each in old]
         self.sets.append(Measured(new.name, "new", new.dataset.manifest_digest))
@@ -66,7 +75,10 @@ class Forgetting:
         return last or (every is not None and step % every == 0)
 
     def measure(self, run: Run) -> dict[str, float]:
-        """Measures every set and returns the metrics; collective. The first is the base."""
+        """Measures every set and returns the metrics; collective. The first is the base.
+
+        Raises StateError on every rank if another number of tokens is predicted than by the base.
+        """
         began = time.monotonic()
         with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
             for each, dataset in zip(self.sets, self._datasets, strict=True):
@@ -75,12 +87,19 @@ class Forgetting:
                     dataset,
                     max_tokens=self._cpt.forgetting.tokens,
                     batch_size=run.plan.micro_batch_size,
-                    segment_documents=run.config.data.segment_documents,
+                    segment_documents=self._segment_documents,
                     topology=run.topology,
                 )
-                each.loss, each.tokens = result.loss, result.tokens
                 if each.base_loss is None:
-                    each.base_loss = result.loss
+                    each.base_loss, each.tokens = result.loss, result.tokens
+                elif each.tokens != result.tokens:
+                    raise StateError(
+                        f"cpt: the loss on {each.name} before the first step is over "
+                        f"{each.tokens:,} tokens, and now over {result.tokens:,}. Set "
+                        "data.segment_documents and training.sequence_length as they were then, or "
+                        "begin a new run"
+                    )
+                each.loss = result.loss
         self._step = run.step
         return {**self._metrics(), "cpt/seconds": time.monotonic() - began}
 
@@ -96,11 +115,15 @@ class Forgetting:
 
     def state_dict(self) -> JsonObject:
         """Base and newest measure, for a checkpoint."""
-        return {"step": self._step, "sets": [asdict(each) for each in self.sets]}
+        return {
+            "step": self._step,
+            "segment_documents": self._segment_documents,
+            "sets": [asdict(each) for each in self.sets],
+        }
 
     def load_state_dict(self, state: JsonObject | None) -> None:
-        """Takes base and newest measure from a checkpoint; a StateError if they are of other sets,
-        or it has none."""
+        """Takes base and newest measure from a checkpoint; a StateError if they are of other sets
+        or documents seen otherwise, or it has none."""
         saved = [Measured(**each) for each in (state or {}).get("sets", [])]
         if state is None or [each.digest for each in saved] != [each.digest for each in self.sets]:
             there, here = (_listed(sets) for sets in (saved, self.sets))
@@ -108,6 +131,14 @@ class Forgetting:
                 "cpt: the loss before the first step was measured on other data than this run "
                 f"has:\n  checkpoint: {there}\n  this run: {here}\nGive cpt.forgetting.data and "
                 "data.path with the folders of those digests, in that order, or begin a new run"
+            )
+        # Those of earlier versions do not tell; a change shows in the number of tokens there.
+        segmented = state.get("segment_documents", self._segment_documents)
+        if segmented != self._segment_documents:
+            there, here = (str(each).lower() for each in (segmented, self._segment_documents))
+            raise StateError(
+                "cpt: the loss before the first step was measured with data.segment_documents = "
+                f"{there}, and this run has {here}. Set it back, or begin a new run"
             )
         for mine, its in zip(self.sets, saved, strict=True):
             mine.tokens, mine.base_loss, mine.loss = its.tokens, its.base_loss, its.loss

@@ -180,10 +180,7 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if react(run, verdicts, position):
         return
     if evaluates:
-        evaluation = stage.evaluate(run)
-        metrics |= evaluation
-        if "eval/loss" in evaluation:
-            run.evaluated = (run.step, evaluation["eval/loss"])
+        metrics |= stage.evaluate(run)
     verdict = None
     if compares:
         compared, verdict = stage.compare(run)

@@ -58,7 +58,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},
-            loss=run.evaluated[1] if run.evaluated and run.evaluated[0] == run.step else None,
+            held_out=run.evaluated[1] if run.evaluated and run.evaluated[0] == run.step else None,
             before=before,
             # Once the checkpoint has its name, when training may be steps further.
             after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
@@ -118,8 +118,8 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
             runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
     # Rank 0 writes the record: a checkpoint saved again, after a rollback or elsewhere, keeps it.
-    loss = loss_of(checkpoint.path) if runtime.rank() == 0 else None
-    run.evaluated = None if loss is None else (checkpoint.step, loss)
+    held_out = loss_of(checkpoint.path) if runtime.rank() == 0 else None
+    run.evaluated = None if held_out is None else (checkpoint.step, held_out)
     # A checkpoint of another run or of the replica: this step is still to be saved here.
     is_ours = checkpoint.path.parent.resolve() == run.directory.folders[0].resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.held_out import HeldOutLoss
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
@@ -157,7 +158,8 @@ class Stage(Protocol[Batch, Result]):
         """Verdicts on a step's loss."""
 
     def evaluate(self, run: Run) -> dict[str, float]:
-        """Metrics of an evaluation between steps, if the stage has one."""
+        """Metrics of an evaluation between steps, if the stage has one, which sets
+        `run.evaluated`."""
         return {}
 
     def begin(self, run: Run) -> dict[str, float]:
@@ -219,7 +221,7 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
     unjudged: tuple[Tensor, float] | None = None
     # Step and held-out loss of the last evaluation, or of the checkpoint that the run goes on from.
-    evaluated: tuple[int, float] | None = None
+    evaluated: tuple[int, HeldOutLoss] | None = None
     earlier_seconds: float = 0.0  # wall time of earlier starts
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdrmix import runtime
+from cdrmix.checkpoint.base_model import REPLAY_FOLDER, run_of
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.data.folders import new_folder, remove_unfinished
 from cdrmix.data.mixture import MixedDataset
@@ -40,7 +41,6 @@ from cdrmix.parallel.topology import Topology
 
 logger = get_logger(__name__)
 
-FOLDER = "replay"  # in the run directory
 # Of a pass. Fixed, so that the documents are the same whatever the layout; a cache of keys and
 # values for so many is small beside the weights.
 _DOCUMENTS_AT_ONCE = 8
@@ -62,15 +62,16 @@ def own_replay(
         engine: with the weights that the run begins with, or those of `checkpoint`, which write
             nothing: of a run that goes on, the text must be there.
     Raises:
-        StateError: on every rank, if it is not.
+        StateError: on every rank, if it is not, or another model wrote it.
         DataError: on every rank, if the text cannot be written, or is not the same on all hosts.
     """
     assert start.config.cpt is not None and start.config.cpt.replay is not None
     replay = start.config.cpt.replay
-    folder = start.directory.path / FOLDER
+    folder = start.directory.path / REPLAY_FOLDER
     length = replay.self_document_tokens or start.config.training.sequence_length
-    origin = {
+    origin: dict[str, Any] = {
         "text": "written by the starting model",
+        "model": _digest_of_model(start),
         "seed": start.config.training.seed,
         "tokens": replay.self_tokens,
         "document_tokens": length,
@@ -79,8 +80,13 @@ def own_replay(
     def is_written() -> bool:
         if checkpoint is not None:
             _bring(folder, checkpoint)
+            _refuse_other(folder, origin["model"])
             return True
         return (folder / MANIFEST_FILE).exists() and read_manifest(folder).source == origin
+
+    def copy() -> None:
+        for place in start.directory.copies:
+            _copy(folder, place / REPLAY_FOLDER)
 
     if not runtime.first_rank_does(is_written):
         began = time.monotonic()
@@ -94,22 +100,58 @@ def own_replay(
             "replay: %d documents of the starting model in %s, written in %.1f s",
             *(len(documents), folder, time.monotonic() - began),
         )
+    runtime.first_rank_does(copy)
     return open_replay(start.config, corpus, folder, key="cpt.replay.source")
+
+
+def _digest_of_model(start: Start) -> str | None:
+    """sha256 of the weights that a run begins with, hex; None where a resumed run does not know."""
+    if start.base is not None:
+        return str(start.base["digest"])
+    return None if start.start_from is None else str(start.start_from["manifest_sha256"])
+
+
+def _refuse_other(folder: Path, model: str | None) -> None:
+    """Raises StateError if another model wrote the text of a run that goes on; rank 0."""
+    writer = read_manifest(folder).source.get("model")
+    if model is not None and writer is not None and writer != model:
+        raise StateError(
+            f"{folder}: was written by another model, of digest {writer[:12]}, and the run began "
+            f"with {model[:12]}. Bring back the text of this run, or begin a new one"
+        )
 
 
 def _bring(folder: Path, checkpoint: FoundCheckpoint) -> None:
     """Copies the text from the run of a checkpoint, unless this run directory has it; rank 0."""
     if (folder / MANIFEST_FILE).exists():
         return
-    source = checkpoint.path.parent.parent / FOLDER
-    if not (source / MANIFEST_FILE).exists():
+    run_dir = run_of(checkpoint.path)
+    source = None if run_dir is None else run_dir / REPLAY_FOLDER
+    if source is None or not (source / MANIFEST_FILE).exists():
+        place = f"beside {checkpoint.path}" if source is None else source
         raise StateError(
-            f"{folder}: not found, nor {source}: the text that the starting model wrote before the "
+            f"{folder}: not found, nor {place}: the text that the starting model wrote before the "
             "first step, which the order of the samples counts in. Bring it back from where the "
             "run was, or begin a new run"
         )
-    with new_folder(folder) as made:
-        shutil.copytree(source, made, dirs_exist_ok=True)
+    _copy(source, folder)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copies the text to where it is not, or another one is; whole or not at all; rank 0."""
+    try:
+        manifest = (source / MANIFEST_FILE).read_bytes()
+        if (folder / MANIFEST_FILE).exists():
+            if (folder / MANIFEST_FILE).read_bytes() == manifest:
+                return
+            shutil.rmtree(folder)
+        with new_folder(folder) as made:
+            shutil.copytree(source, made, dirs_exist_ok=True)
+    except OSError as error:
+        raise StateError(
+            f"{error.filename or folder}: the text of the starting model cannot be copied "
+            f"({error.strerror or error}). Make room, or give a folder that this user can write to"
+        ) from error
 
 
 def _written(

@@ -21,6 +21,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.held_out import HeldOutLoss
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
@@ -31,7 +32,7 @@ from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
-from cdrmix.evaluation.perplexity import Evaluation, evaluate
+from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
@@ -214,6 +215,12 @@ _ROUTER_METRICS = (
 _EVALUATED_SHARE = 0.07
 
 
+def _tokens_between(config: Config) -> int:
+    """Most tokens that an evaluation between steps reads."""
+    share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
+    return int(share * config.training.tokens_per_step)
+
+
 class Pretraining(Stage[Batch, StepResult]):
     """Samples of a corpus in the run's global order, with old data among them for replay."""
 
@@ -236,7 +243,9 @@ class Pretraining(Stage[Batch, StepResult]):
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
             new = HeldOut("new", corpus.validation)
-            self.forgetting = Forgetting(config.cpt, old.held_out, new)
+            self.forgetting = Forgetting(
+                *(config.cpt, old.held_out, new), segment_documents=data.segment_documents
+            )
         # This rank's samples in the run's global order; sequence ranks have the same ones.
         self.loader = Loader(
             self.train,
@@ -276,10 +285,9 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
-        share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
-        tokens = int(share * run.config.training.tokens_per_step)
         began = time.monotonic()
-        evaluation = self.evaluate_now(run, max_tokens=tokens)
+        evaluation = self.evaluate_now(run, max_tokens=_tokens_between(run.config))
+        run.evaluated = (run.step, HeldOutLoss(evaluation.loss, evaluation.tokens))
         return {
             "eval/loss": evaluation.loss,
             "eval/perplexity": evaluation.perplexity,
@@ -291,18 +299,37 @@ class Pretraining(Stage[Batch, StepResult]):
             },
         }
 
+    def comparable(self, run: Run, last: Evaluation) -> HeldOutLoss:
+        """Held-out loss at the end, over the tokens of the evaluations between steps: losses over
+        others do not compare. Without any there, that of `last`, the evaluation of the end.
+        Collective."""
+        settings = run.config.evaluation
+        if settings.every_steps is not None and run.config.checkpoint.keep_best:
+            tokens = _tokens_between(run.config)
+            of_end, of_others = (
+                len(held_out_rows(self.corpus.validation, each))
+                for each in (settings.final_tokens, tokens)
+            )
+            if of_end != of_others:
+                with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
+                    last = self._evaluate(run, tokens)
+        return HeldOutLoss(last.loss, last.tokens)
+
+    def _evaluate(self, run: Run, max_tokens: int) -> Evaluation:
+        return evaluate(
+            for_inference(run.engine.module),
+            self.corpus.validation,
+            max_tokens=max_tokens,
+            batch_size=run.plan.micro_batch_size,
+            segment_documents=run.config.data.segment_documents,
+            topology=run.topology,
+        )
+
     def evaluate_now(self, run: Run, *, max_tokens: int) -> Evaluation:
         """Held-out loss at the current step; adds a sample of text."""
         settings = run.config.evaluation
         with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
-            evaluation = evaluate(
-                for_inference(run.engine.module),
-                self.corpus.validation,
-                max_tokens=max_tokens,
-                batch_size=run.plan.micro_batch_size,
-                segment_documents=run.config.data.segment_documents,
-                topology=run.topology,
-            )
+            evaluation = self._evaluate(run, max_tokens)
             tokenizer = self.corpus.tokenizer
             prompt = [*tokenizer.prefix_ids, *tokenizer.encode(settings.sample_prompt)]
             # Without a stop token: the experts of one rank may serve the text of another, and ranks

@@ -15,6 +15,7 @@ from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.candidates import step_folders, step_of
 from cdrmix.checkpoint.held_out import (
     HELD_OUT_FILE,
+    HeldOutLoss,
     best_checkpoint,
     held_out_losses,
     loss_of,
@@ -27,14 +28,18 @@ from tests.checkpoints import whole
 
 
 def save(
-    saver: Saver, step: int, loss: float | None = None, state: dict[str, Any] | None = None
+    saver: Saver,
+    step: int,
+    loss: float | None = None,
+    state: dict[str, Any] | None = None,
+    tokens: int = 64,
 ) -> None:
     saver.start(
         step,
         [whole("w", torch.full((4,), float(step)))],
         state=state or {},
         rank_state={},
-        loss=loss,
+        held_out=None if loss is None else HeldOutLoss(loss, tokens),
     )
     saver.wait()
 
@@ -76,7 +81,7 @@ def test_the_best_is_not_kept_and_not_recorded_where_nobody_asks(tmp_path: Path)
     saver = new_saver(tmp_path, keep_best=False)
     for step, loss in enumerate([1.0, 2.0, 3.0], 1):
         save(saver, step, loss)
-    saver.evaluated(0.5)
+    saver.evaluated(HeldOutLoss(0.5, 64))
     assert steps(tmp_path) == [2, 3]
     assert saver.best() is None
     assert not (tmp_path / HELD_OUT_FILE).exists()
@@ -95,19 +100,19 @@ def test_the_evaluation_of_the_end_comes_behind_the_save(tmp_path: Path) -> None
     save(saver, 2)
     manifest = (tmp_path / "2" / "manifest.json").read_bytes()
     assert steps(tmp_path) == [1, 2]
-    saver.evaluated(2.5)
+    saver.evaluated(HeldOutLoss(2.5, 64))
     assert saver.best() == best_checkpoint(tmp_path)
     assert best_step(tmp_path) == 1
     assert steps(tmp_path) == [1, 2]
     # better: the one before goes, and the checkpoint is as it was
-    saver.evaluated(1.5)
+    saver.evaluated(HeldOutLoss(1.5, 64))
     for root in (tmp_path, tmp_path / "replica"):
         assert [(each.step, each.loss) for each in held_out_losses(root)] == [(2, 1.5)]
         assert steps(root) == [2]
     assert (tmp_path / "2" / "manifest.json").read_bytes() == manifest
     assert newest_checkpoint(tmp_path).step == 2
     # a resumed run has it from the record
-    assert loss_of(tmp_path / "2") == 1.5
+    assert loss_of(tmp_path / "2") == (1.5, 64)
 
 
 def test_a_resumed_run_goes_on_with_the_record(tmp_path: Path) -> None:
@@ -136,6 +141,27 @@ def test_what_is_removed_set_aside_or_saved_again_is_not_the_best(tmp_path: Path
     save(saver, 1)
     assert steps(tmp_path) == [1]
     assert best_step(tmp_path) is None
+
+
+def test_losses_over_other_text_than_the_newest_are_not_compared(tmp_path: Path) -> None:
+    saver = new_saver(tmp_path, keep=9)
+    save(saver, 1, 1.0, tokens=4096)
+    save(saver, 2, 2.0)
+    save(saver, 3, 3.0)
+    save(saver, 4)
+    assert best_step(tmp_path) == 2
+    saver.evaluated(HeldOutLoss(4.0, 4096))
+    assert best_step(tmp_path) == 1
+    assert loss_of(tmp_path / "4") == (4.0, 4096)
+    # of a record that does not tell
+    path = tmp_path / HELD_OUT_FILE
+    entries = json.loads(path.read_text())["checkpoints"]
+    for each in entries:
+        del each["tokens"]
+    path.write_text(json.dumps({"checkpoints": entries}))
+    assert best_step(tmp_path) == 1
+    save(saver, 5, 9.0)
+    assert best_step(tmp_path) == 5
 
 
 def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
