@@ -22,7 +22,14 @@ from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.export_verb import add_export
-from cdrmix.verbs.flags import Parser, Verbs, add_checkpoint_flag, add_config_flags, at_least
+from cdrmix.verbs.flags import (
+    Parser,
+    Verbs,
+    add_base_flag,
+    add_checkpoint_flag,
+    add_config_flags,
+    at_least,
+)
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -183,6 +190,7 @@ def add_generate(verbs: Verbs) -> None:
     flag = parser.add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
+    add_base_flag(parser)
     flag("--prompt", default="", help="text to go on from; default none")
     flag("--max-new-tokens", type=at_least(1), help="default 128")
     flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
@@ -224,11 +232,12 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         from cdrmix.evaluation.trained import continue_text
 
         place = _checkpoint_place(arguments)
-        text = continue_text(place, arguments.prompt, **(_SAMPLING | sampling))
+        settings = _SAMPLING | sampling
+        text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
         print(arguments.prompt + text)
         return
-    if sampling:
-        parser.error("--max-new-tokens, --temperature and --seed go without --memory")
+    if sampling or arguments.base:
+        parser.error("--base, --max-new-tokens, --temperature and --seed go without --memory")
     from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
     from cdrmix.stage_b.long_context import load_reader
 
@@ -278,6 +287,7 @@ def add_evaluate(verbs: Verbs) -> None:
     flag = parser.add_argument
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
+    add_base_flag(parser)
     flag(
         "--data",
         metavar="DIR",
@@ -322,11 +332,13 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         from cdrmix.evaluation.trained import evaluate_run
 
         place = _checkpoint_place(arguments)
-        text = evaluate_run(place, data=arguments.data, max_tokens=arguments.max_tokens)
+        text = evaluate_run(
+            place, data=arguments.data, max_tokens=arguments.max_tokens, base=arguments.base
+        )
         print(json.dumps(text.as_json()) if arguments.json else text.table())
         return
-    if arguments.max_tokens or arguments.data:
-        parser.error("--max-tokens and --data go with --suite text")
+    if arguments.max_tokens or arguments.data or arguments.base:
+        parser.error("--base, --max-tokens and --data go with --suite text")
     from cdrmix.stage_b import long_context as suite
 
     reasoning = suite.evaluate_reasoning(

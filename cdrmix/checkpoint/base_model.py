@@ -18,9 +18,11 @@ from cdrmix.checkpoint.fragments import Box
 from cdrmix.checkpoint.weight_folder import Piece, WeightFolder, read_sizes
 from cdrmix.config.hugging_face import BASE_FOLDER, CONFIG_FILE
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.resuming import SNAPSHOT
 from cdrmix.config.safetensors_headers import RECORD_FILE, tensor_sizes, weight_files
+from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.data.folders import new_folder
-from cdrmix.errors import DataError, StateError
+from cdrmix.errors import ConfigError, DataError, StateError
 
 if TYPE_CHECKING:
     from cdrmix.hf.weights import NameMap
@@ -264,29 +266,53 @@ def refuse_other_base(recorded: Mapping[str, Any], digest_: str, folder: Path) -
     if recorded["digest"] != digest_:
         raise StateError(
             f"{folder}: is not the base of these adapters: digest {digest_[:12]} here, "
-            f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Set model.path to "
-            "the folder that they were trained on"
+            f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Give the "
+            "folder that they were trained on: as model.path of a run, as --base of `cdrmix "
+            "export`, `evaluate` and `generate`"
         )
 
 
 def base_of_adapters(
-    state: Mapping[str, Any], checkpoint: Path, remote_code: Sequence[str] = ()
+    state: Mapping[str, Any],
+    checkpoint: Path,
+    remote_code: Sequence[str] = (),
+    *,
+    given: Path | None = None,
 ) -> BaseWeights:
-    """Opens the weights that a run's adapters were trained on, where the run has read them.
+    """Opens the weights that a run's adapters were trained on, by their digest.
 
     Args:
         state: content of the checkpoint's state.json.
-        checkpoint: its folder, for messages.
+        checkpoint: its folder.
         remote_code: sha256 of Python files of the base that may run (hex).
+        given: folder of the base; None: where the run has read it, else where the run's own
+            configuration has it, of a start that may have come after the checkpoint.
     Raises:
         StateError: if the base is not there, or another one is.
     """
     recorded = recorded_base(state, checkpoint)
-    folder = Path(str(recorded.get("folder")))
-    if not folder.is_dir():
+    places = [given] if given is not None else [Path(str(recorded.get("folder")))]
+    if given is None and (latest := _latest_base(checkpoint)) is not None:
+        places.append(latest)
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        tried = " nor ".join(dict.fromkeys(map(os.fspath, places)))
         raise StateError(
-            f"{folder}: the base of the adapters in {checkpoint} is not there. Bring it back, or "
-            "resume the run with model.path, where the base is now"
+            f"{checkpoint}: the base of its adapters is not in {tried}. Give its folder with "
+            "--base DIR, or bring it back"
         )
     refuse_other_base(recorded, digest_of_base(base_records(folder)), folder)
     return BaseWeights(folder, remote_code)
+
+
+def _latest_base(checkpoint: Path) -> Path | None:
+    """Base in the configuration of the run around a checkpoint; None where none can be read."""
+    run_dir = run_of(checkpoint)
+    if run_dir is None:
+        return None
+    path = run_dir / SNAPSHOT
+    try:
+        folder = parse_yaml(path.read_text(encoding="utf-8"), place=str(path))["model"]["path"]
+    except (OSError, ValueError, ConfigError, KeyError, TypeError):
+        return None  # the message for a base that is not there says what to do
+    return Path(folder) if isinstance(folder, str) else None

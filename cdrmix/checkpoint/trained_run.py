@@ -121,11 +121,14 @@ def _refuse_data_set(folder: Path) -> None:
     )
 
 
-def config_of(reader: CheckpointFile) -> Config:
+def config_of(reader: CheckpointFile, *, base: Path | None = None) -> Config:
     """Reads the configuration of a checkpoint, whose model is no larger than what is saved there.
 
+    Args:
+        base: folder of the base of its adapters, in place of the one that the run has read.
     Raises:
-        StateError: if there is none, or one that this version or the checkpoint does not fit.
+        StateError: if there is none, or one that this version or the checkpoint does not fit, or
+            `base` is given for a run without adapters.
     """
     path = reader.path / "state.json"
     try:
@@ -137,6 +140,14 @@ def config_of(reader: CheckpointFile) -> Config:
             f"{path}: its configuration is not one of this version: {error}. Use the version "
             "that environment.json of its run directory names"
         ) from error
+    if base is not None:
+        if config.model.lora is None:
+            raise StateError(
+                f"{reader.path}: has all weights of its model, and no adapters that need a base. "
+                "Leave out --base"
+            )
+        model = config.model.model_copy(update={"path": str(base)})
+        config = config.model_copy(update={"model": model})
     if config.model.kind == "hf":
         # In the place of a folder that may have gone, or be another by now.
         folder = base_folder(config.model, run_of(reader.path))

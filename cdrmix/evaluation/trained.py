@@ -58,25 +58,27 @@ class TrainedModel:
     step: int
 
 
-def load_trained(source: Path) -> TrainedModel:
+def load_trained(source: Path, *, base: Path | None = None) -> TrainedModel:
     """Loads the newest checkpoint under `source` that verifies, saved in any layout.
 
     Args:
         source: a run directory or a checkpoint.
+        base: folder of the base of its adapters; None: where the run has read it.
     Raises:
         StateError: if there is none, it holds no model, or its tokenizer is missing or wrong, or
-            the base of its adapters is not there.
+            the base of its adapters is not there, or `base` is given for a run without adapters.
     """
     newest = newest_checkpoint(source)
     with CheckpointFile(newest.path) as reader:
-        config = config_of(reader)
+        config = config_of(reader, base=base)
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
         model = _without_weights(config)
         name = logical_name_in(config.model)
         if config.model.lora is not None:
-            with base_of_adapters(reader.state, newest.path, config.model.remote_code) as base:
-                engine_state.fill_module(model, base, name, fresh=frozenset(reader.names()))
+            code = config.model.remote_code
+            with base_of_adapters(reader.state, newest.path, code, given=base) as weights:
+                engine_state.fill_module(model, weights, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         frozen = frozen_in(config.model)
@@ -103,10 +105,16 @@ def _without_weights(config: Config) -> Backbone | HuggingFaceModel:
 
 
 def continue_text(
-    source: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
+    source: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    base: Path | None = None,
 ) -> str:
-    """Generates the continuation of `prompt` by a trained model."""
-    run = load_trained(source)
+    """Generates the continuation of `prompt` by a trained model; `base` as in `load_trained`."""
+    run = load_trained(source, base=base)
     tokenizer = run.tokenizer
     ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     new = generate(
@@ -122,18 +130,23 @@ def continue_text(
 
 
 def evaluate_run(
-    source: Path, *, data: str | None = None, max_tokens: int | None = None
+    source: Path,
+    *,
+    data: str | None = None,
+    max_tokens: int | None = None,
+    base: Path | None = None,
 ) -> Evaluation:
     """Measures the held-out loss of a trained model.
 
     Args:
         data: folder or URL of a data set; None: the folder of the training.
         max_tokens: most tokens read; None: as many as at the end of the training.
+        base: as in `load_trained`.
     Raises:
         StateError: if there is no checkpoint.
         DataError: if the data set is missing, damaged, or of another tokenizer.
     """
-    run = load_trained(source)
+    run = load_trained(source, base=base)
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
     length = run.config.training.sequence_length

@@ -69,6 +69,7 @@ def export_run(
     max_shard_bytes: int = 5 * 10**9,
     format: str = "hf",
     weights: str = "trained",
+    base: Path | None = None,
 ) -> Exported:
     """Writes a checkpoint of a run as a folder for other programs, in the run's own precision.
 
@@ -81,6 +82,7 @@ def export_run(
         format: `hf`, `fla` or `gguf` for the whole model, with adapters merged into its weights;
             `peft` for adapters alone.
         weights: `trained`, or `ema` for their average, which no run keeps.
+        base: folder of the base of adapters that `hf` merges; None: where the run has read it.
     Raises:
         StateError: if there is no such checkpoint, it is damaged or of another model, the format
             cannot hold that model, or `out` exists or cannot be written.
@@ -92,11 +94,16 @@ def export_run(
         raise StateError(
             f"{source}: this run kept no average of its weights. Give --weights trained"
         )
-    return export_checkpoint(found, out, format=format, max_shard_bytes=max_shard_bytes)
+    return export_checkpoint(found, out, format=format, max_shard_bytes=max_shard_bytes, base=base)
 
 
 def export_checkpoint(
-    found: FoundCheckpoint, out: Path, *, format: str, max_shard_bytes: int = 5 * 10**9
+    found: FoundCheckpoint,
+    out: Path,
+    *,
+    format: str,
+    max_shard_bytes: int = 5 * 10**9,
+    base: Path | None = None,
 ) -> Exported:
     """Writes a verified checkpoint on this rank alone; as `export_run` otherwise."""
     checkpoints = found.path.resolve().parent
@@ -107,7 +114,7 @@ def export_checkpoint(
         )
     try:
         with CheckpointFile(found.path) as reader:
-            described = _describe(found, reader, format)
+            described = _describe(found, reader, format, base)
             _check_room(out, described.num_bytes)
             lock = out.parent / f".{out.name}.lock"
             with locked(lock, blocking=False) as is_ours:
@@ -137,9 +144,11 @@ def _refuse_existing(out: Path) -> None:
         raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
 
 
-def _describe(found: FoundCheckpoint, reader: CheckpointFile, format: str) -> Exportable:
+def _describe(
+    found: FoundCheckpoint, reader: CheckpointFile, format: str, base: Path | None
+) -> Exportable:
     """Reads all but the tensors, and checks that they are those of the exported model."""
-    config = config_of(reader)
+    config = config_of(reader, base=base)
     if format == "peft":
         return AdapterExport(found, reader, config)
     if config.model.kind == "rwkx":
@@ -149,7 +158,7 @@ def _describe(found: FoundCheckpoint, reader: CheckpointFile, format: str) -> Ex
             f"{found.path}: is of a Hugging Face model, which --format {format} is not for. Try "
             "--format hf"
         )
-    return HuggingFaceRun(found, reader, config, weights_of(reader, config))
+    return HuggingFaceRun(found, reader, config, weights_of(reader, config, base=base))
 
 
 def _check_room(out: Path, needed: int) -> None:

@@ -16,6 +16,7 @@ from cdrmix.export.gguf_file import (
     GROUP_NORM_EPS,
     MODEL_FILE,
     check_gguf,
+    check_tokenizer,
     gguf_targets,
     write_gguf,
 )
@@ -33,6 +34,12 @@ def check_format(format: str, model: ModelConfig) -> None:
         check_rwkv_alone(model, format)
     if format == "gguf":
         check_gguf()
+
+
+def check_format_of_tokenizer(format: str, folder: Path) -> None:
+    """Raises StateError unless the format can hold the tokenizer of a folder."""
+    if format == "gguf":
+        check_tokenizer(tokenizer_text(folder), folder)
 
 
 def layout(

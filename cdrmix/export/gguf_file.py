@@ -17,7 +17,7 @@ import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import FileRecord, digest, flat_bytes
-from cdrmix.data.tokenizer import SPECIAL_TOKENS
+from cdrmix.data.tokenizer_base import TOKENIZER_FILE
 from cdrmix.errors import StateError
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.weights import Target, pieces
@@ -201,23 +201,64 @@ def _add_sizes(writer: GGUFWriter, config: CDRMixConfig, dtype: torch.dtype) -> 
     writer.add_gate_lora_rank(config.gate_rank)
 
 
-def _add_tokenizer(writer: GGUFWriter, config: CDRMixConfig, text: str) -> None:
-    """Adds the vocabulary with its merges, and tokenizer.json as a whole."""
+def check_tokenizer(text: str, place: Path) -> None:
+    """Refuses a tokenizer of which a vocabulary of model `gpt2` would give other tokens.
+
+    Args:
+        text: content of the exported tokenizer.json.
+        place: its folder, for the message.
+    Raises:
+        StateError: unless it is a byte-level BPE.
+    """
+    content = json.loads(text)
+    kind = content["model"]["type"]
+    before = content.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    if kind != "BPE":
+        found = f"is a {kind} model"
+    elif "ByteLevel" not in [step.get("type") for step in steps]:
+        found = "is a BPE of characters (no pre-tokenizer ByteLevel)"
+    else:
+        return
+    raise StateError(
+        f"{place / TOKENIZER_FILE}: {found}, and --format gguf writes byte-level BPE alone. Try "
+        "--format hf or fla"
+    )
+
+
+def vocabulary_of(text: str, size: int) -> tuple[list[str], list[int]]:
+    """Names and types of the tokens with ids 0 to `size` - 1 of a tokenizer.json, by id.
+
+    Tokens that stand beside the model's own vocabulary, as BOS and EOS of many models do, count.
+    """
     from gguf import TokenType
 
-    model = json.loads(text)["model"]
-    by_id = {index: token for token, index in model["vocab"].items()}
-    tokens, kinds = [], []
-    for index in range(config.vocab_size):
+    content = json.loads(text)
+    added = {token["id"]: token for token in content.get("added_tokens") or ()}
+    by_id = {index: name for name, index in content["model"]["vocab"].items()}
+    by_id |= {index: token["content"] for index, token in added.items()}
+    tokens: list[str] = []
+    kinds: list[int] = []
+    for index in range(size):
         tokens.append(by_id.get(index, f"[unused {index}]"))
-        is_special = by_id.get(index) in SPECIAL_TOKENS
-        used = TokenType.CONTROL if is_special else TokenType.NORMAL
-        kinds.append(used if index in by_id else TokenType.UNUSED)
+        kind = TokenType.NORMAL if index in by_id else TokenType.UNUSED
+        if index in added:
+            kind = TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
+        kinds.append(kind)
+    return tokens, kinds
+
+
+def _add_tokenizer(writer: GGUFWriter, config: CDRMixConfig, text: str) -> None:
+    """Adds the vocabulary with its merges, and tokenizer.json as a whole."""
+    model = json.loads(text)["model"]
+    tokens, kinds = vocabulary_of(text, config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    # A merge is a pair, or in files of older versions a text with a blank between.
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    writer.add_token_merges(merges)
     writer.add_string("tokenizer.huggingface.json", text)
     assert isinstance(config.bos_token_id, int), "set by every export"
     assert isinstance(config.eos_token_id, int), "set by every export"

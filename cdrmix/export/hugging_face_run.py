@@ -207,14 +207,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def weights_of(reader: CheckpointFile, config: Config) -> WeightSource:
+def weights_of(reader: CheckpointFile, config: Config, *, base: Path | None = None) -> WeightSource:
     """Weights of a run's model, all of them; those of adapters are merged into the base's.
 
+    Args:
+        base: folder of the base of its adapters; None: where the run has read it.
     Raises:
         StateError: if the base of adapters is not there, or another one is.
     """
     if config.model.lora is None:
         return CheckpointWeights(reader)
     # Its files close with the source, which lasts as long as the export.
-    base = base_of_adapters(reader.state, reader.path, config.model.remote_code)
-    return MergedWeights(base, RunAdapters(reader, config))
+    weights = base_of_adapters(reader.state, reader.path, config.model.remote_code, given=base)
+    return MergedWeights(weights, RunAdapters(reader, config))

@@ -15,7 +15,12 @@ from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.trained_run import tokenizer_of
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import load_tokenizer
-from cdrmix.export.formats import check_format, layout, write_model
+from cdrmix.export.formats import (
+    check_format,
+    check_format_of_tokenizer,
+    layout,
+    write_model,
+)
 from cdrmix.export.hugging_face import model_config, parameter_shapes
 from cdrmix.export.provenance import (
     CARD_FILE,
@@ -78,6 +83,7 @@ class RwkxRun:
         self._tokenizer, self._tokenizer_digest = tokenizer_of(
             checkpoint.path, reader.state, config
         )
+        check_format_of_tokenizer(format, self._tokenizer)
         self._translated = model_config(config, load_tokenizer(self._tokenizer), self.dtype)
         shapes = parameter_shapes(self._translated)
         stage_b = [name for name in reader.names() if is_stage_b(name)]

@@ -50,6 +50,12 @@ def warnings_of(config: Config) -> list[str]:
             f"{MOST_TOKENS_OF_ADAPTERS / 1e9:g}e9 tokens of continued pre-training, adapters learn "
             "less than training of all parameters. Try model.lora = null where the memory is there"
         )
+    data = config.data
+    if not data.segment_documents and "segment_documents" not in data.model_fields_set:
+        found.append(
+            f"{config.name}: data.segment_documents is false: tokens see other documents of their "
+            "sample. Set it to true to keep them apart, or to false without this warning"
+        )
     family = folder_model(model)
     if not family.is_known:
         found.append(

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import Verbs, add_checkpoint_flag
+from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag
 
 
 def add_export(verbs: Verbs) -> None:
@@ -35,6 +35,7 @@ def add_export(verbs: Verbs) -> None:
     flag("--weights", choices=("trained", "ema"), help=average)
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
+    add_base_flag(parser)
     verify = "compare every file of an exported folder with its manifest"
     flag("--verify", type=Path, metavar="DIR", help=verify)
     parser.set_defaults(run=partial(_export, parser))
@@ -52,9 +53,9 @@ def _gib(text: str) -> int:
 
 
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    writing = (arguments.run_dir, arguments.out, arguments.checkpoint, arguments.max_shard_gib)
+    writing = ("run_dir", "out", "checkpoint", "max_shard_gib", "format", "weights", "base")
     if arguments.verify is not None:
-        if any(value is not None for value in (*writing, arguments.format, arguments.weights)):
+        if any(getattr(arguments, name) is not None for name in writing):
             parser.error("--verify DIR goes alone")
         from cdrmix.export.manifest import verify_export
 
@@ -65,6 +66,8 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
         parser.error("give RUN_DIR and --out DIR, or --verify DIR")
     if arguments.format == "gguf" and arguments.max_shard_gib is not None:
         parser.error("--format gguf writes one file: leave out --max-shard-gib")
+    if arguments.base is not None and (arguments.format or "hf") != "hf":
+        parser.error("--base goes with --format hf, which merges adapters into it")
     # TERM stops as Ctrl-C does, which clears what is half written.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signal.default_int_handler) for number in stops}
@@ -88,6 +91,7 @@ def _write(arguments: argparse.Namespace) -> None:
         checkpoint=arguments.checkpoint or "last",
         format=arguments.format or "hf",
         weights=arguments.weights or "trained",
+        base=arguments.base,
         **limit,
     )
     if exported.left_out:

@@ -7,6 +7,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 # argparse has no public name for it, and its class cannot be indexed where Python runs.
@@ -133,6 +134,15 @@ def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
         "or the step of one in the run directory"
     )
     parser.add_argument("--checkpoint", type=_which, metavar="best|last|STEP", help=which)
+
+
+def add_base_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --base, which is None where it is not given."""
+    folder = (
+        "folder of the base of a run with model.lora, if it is no longer where the run has read "
+        "it; compared by its digest"
+    )
+    parser.add_argument("--base", type=Path, metavar="DIR", help=folder)
 
 
 def _which(text: str) -> str:

@@ -11,15 +11,18 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
+from tokenizers import models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from cdrmix.data.tokenizer import SPECIAL_TOKENS, load_tokenizer
 from cdrmix.errors import StateError
-from cdrmix.export import weights
+from cdrmix.export import formats, weights
 from cdrmix.export.exported_run import export_run
+from cdrmix.export.gguf_file import check_tokenizer, vocabulary_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.models.backbone import Backbone
 from tests.made_run import made_run
@@ -287,6 +290,55 @@ def test_a_gguf_file_holds_the_vocabulary(run: tuple[Path, Backbone], folders: P
     whole = (folders / "fla" / "tokenizer.json").read_text()
     assert keys["tokenizer.huggingface.json"] == whole
     assert keys["tokenizer.ggml.pre"] == "cdrmix", "no pattern of llama.cpp is ours"
+
+
+def foreign(kind: str) -> str:
+    """A tokenizer.json whose special tokens stand beside the vocabulary of its model."""
+    if kind == "byte-level BPE":
+        tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+        split = pre_tokenizers.Split(tokenizers.Regex(" "), behavior="isolated")
+        by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
+    elif kind == "Unigram":
+        tokenizer = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], None, byte_fallback=False))
+    elif kind == "WordPiece":
+        tokenizer = tokenizers.Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
+    else:
+        tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0}, [], byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer.to_str()
+
+
+def test_tokens_beside_the_vocabulary_are_in_a_gguf_file() -> None:
+    text = foreign("byte-level BPE")
+    check_tokenizer(text, Path("folder"))
+    tokens, kinds = vocabulary_of(text, 6)
+    assert tokens == ["a", "b", "ab", "<s>", "<tool>", "[unused 5]"]
+    types = gguf.TokenType
+    assert kinds == [*[types.NORMAL] * 3, types.CONTROL, types.USER_DEFINED, types.UNUSED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("Unigram", "is a Unigram model"),
+        ("WordPiece", "is a WordPiece model"),
+        ("BPE", "is a BPE of characters"),
+    ],
+)
+def test_other_tokenizers_have_no_place_in_a_gguf_file(kind: str, reason: str) -> None:
+    with pytest.raises(StateError, match=f"tokenizer.json: {reason}.*byte-level BPE alone"):
+        check_tokenizer(foreign(kind), Path("folder"))
+
+
+def test_a_tokenizer_is_refused_before_anything_is_written(
+    run: tuple[Path, Backbone], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "tokenizer_text", lambda folder: foreign("Unigram"))
+    with pytest.raises(StateError, match="is a Unigram model"):
+        export_run(run[0], tmp_path / "out", format="gguf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_matrices_of_a_gguf_file_have_the_type_of_training(tmp_path: Path) -> None:

@@ -18,12 +18,18 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cdrmix.checkpoint.base_model import base_records, digest_of_base, write_base_files
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.cli import main
+from cdrmix.config.load import snapshot_yaml
 from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
+from cdrmix.errors import StateError
 from cdrmix.evaluation.trained import continue_text, load_trained
 from cdrmix.export.exported_run import export_run
 from cdrmix.export.manifest import verify_export
+from cdrmix.hf.lora import add_adapters
+from cdrmix.parallel.apply import logical_name_in
 from tests.checkpoints import save_checkpoint, whole
 from tests.harness import RANK_ENVIRONMENT, ROOT
 from tests.hf_models import make_folder
@@ -38,8 +44,8 @@ sys.exit(main(["export", sys.argv[1], "--out", sys.argv[2]]))
 """
 
 
-def made_run(run_dir: Path, base: Path, *, precision: str) -> Any:
-    """Makes the directory of a run from a base; returns the model whose weights it holds."""
+def config_from(base: Path, *, precision: str, lora: dict[str, int] | None = None) -> Config:
+    """Configuration of a run from a base."""
     training = {
         "max_steps": 7,
         "global_batch_size": 4,
@@ -49,8 +55,12 @@ def made_run(run_dir: Path, base: Path, *, precision: str) -> Any:
         "warmup_steps": 0,
         "precision": precision,
     }
-    model = {"kind": "hf", "path": str(base)}
-    config = Config(name="further", model=model, training=training, data={"path": "none"})
+    model = {"kind": "hf", "path": str(base), "lora": lora}
+    return Config(name="further", model=model, training=training, data={"path": "none"})
+
+
+def made_run(run_dir: Path, base: Path, *, precision: str) -> Any:
+    """Makes the directory of a run from a base; returns the model whose weights it holds."""
     trained = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     saved = trained.state_dict()
     buffers = {name: values for name, values in trained.named_buffers() if name in saved}
@@ -58,11 +68,17 @@ def made_run(run_dir: Path, base: Path, *, precision: str) -> Any:
     with torch.no_grad():  # as after training: no value is that of the base
         for values in (*trained.parameters(), *buffers.values()):
             values.add_(0.05 * torch.randn(values.shape, generator=generator))
+    fragments = [whole(name, p.detach()) for name, p in trained.named_parameters()]
+    fragments += [whole(name, values, "buffer") for name, values in buffers.items()]
+    save_run(run_dir, base, config_from(base, precision=precision), fragments)
+    return trained
+
+
+def save_run(run_dir: Path, base: Path, config: Config, fragments: list[Fragment]) -> None:
+    """Writes the checkpoint of step 7 and what a run keeps of its base."""
     digest = digest_of_base(base_records(base))
     write_base_files(run_dir, base, digest)
     tokenizer = shutil.copyfile(base / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
-    fragments = [whole(name, p.detach()) for name, p in trained.named_parameters()]
-    fragments += [whole(name, values, "buffer") for name, values in buffers.items()]
     state = {
         "config": config.model_dump(mode="json"),
         "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
@@ -70,7 +86,59 @@ def made_run(run_dir: Path, base: Path, *, precision: str) -> Any:
         "stage": "a",
     }
     save_checkpoint(run_dir / "checkpoints", 7, fragments, state=state, rank_state={}, keep=9)
-    return trained
+
+
+def made_adapters(run_dir: Path, base: Path) -> Any:
+    """Makes the directory of a run that trained adapters; returns the model with them."""
+    config = config_from(base, precision="fp32", lora={"rank": 2})
+    assert config.model.lora is not None, "given"
+    causal = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = add_adapters(causal, config.model.lora, seed=1).eval()
+    name_of = logical_name_in(config.model)
+    generator = torch.Generator().manual_seed(1)
+    fragments = []
+    for name, values in adapted.named_parameters():
+        if values.requires_grad:
+            drawn = torch.randn(values.shape, generator=generator)
+            values.data.copy_(drawn)
+            fragments.append(whole(name_of(name), drawn))
+    save_run(run_dir, base, config, fragments)
+    return adapted
+
+
+def test_adapters_are_used_with_a_base_that_has_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, run_dir, moved = tmp_path / "base", tmp_path / "run", tmp_path / "moved"
+    adapted = made_adapters(run_dir, make_folder(base, "llama"))
+    base.rename(moved)
+    ids = torch.arange(24).view(2, 12)
+    for use in (load_trained, lambda run: export_run(run, tmp_path / "out")):
+        with pytest.raises(StateError, match=rf"not in {base}\. Give its folder with --base DIR"):
+            use(run_dir)
+    words = ["export", str(run_dir), "--out", str(tmp_path / "out")]
+    assert main([*words, "--base", str(moved)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
+    capsys.readouterr()
+    assert main(["generate", str(run_dir), "--base", str(moved), "--max-new-tokens", "2"]) == 0
+    # The run has gone on elsewhere since, without a checkpoint.
+    later = config_from(moved, precision="fp32", lora={"rank": 2})
+    (run_dir / "config_snapshot.yaml").write_text(snapshot_yaml(later))
+    ours = load_trained(run_dir).model
+    assert torch.equal(ours.logits(ours(ids).hidden), adapted(ids).logits)
+    other = make_folder(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(StateError, match="is not the base of these adapters"):
+        load_trained(run_dir, base=other)
+
+
+def test_base_is_refused_for_a_run_without_adapters(tmp_path: Path) -> None:
+    base = make_folder(tmp_path / "base", "llama")
+    made_run(tmp_path / "run", base, precision="fp32")
+    with pytest.raises(StateError, match="Leave out --base"):
+        load_trained(tmp_path / "run", base=base)
+    with pytest.raises(StateError, match="Leave out --base"):
+        export_run(tmp_path / "run", tmp_path / "out", base=base)
 
 
 @pytest.mark.parametrize(

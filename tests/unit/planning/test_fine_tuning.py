@@ -15,7 +15,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.comparison import check_fits, compare, plan_text
-from cdrmix.planning.fine_tuning import check_host
+from cdrmix.planning.fine_tuning import check_host, warnings_of
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import all_plans, check_legal, choose
 from cdrmix.planning.shrink import rehearsals
@@ -72,6 +72,16 @@ def test_only_data_ranks_are_searched_and_zero3_with_experts_too(tmp_path: Path)
     assert not any(plan.missing for plan in plans)
     for profile in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"):
         check_legal(config, world_size=4, profile=profile, device="cpu")
+
+
+def test_documents_that_see_each_other_by_default_are_told(tmp_path: Path) -> None:
+    config = make_config(only_config(tmp_path, "llama"))
+    (told,) = choose(config, make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")).warnings
+    assert "data.segment_documents is false" in told and "\n" not in told
+    for given in (True, False):
+        data = {"path": "none", "segment_documents": given}
+        values = config.model_dump(exclude_unset=True) | {"data": data}
+        assert not warnings_of(Config.model_validate(values))
 
 
 def test_experts_of_a_layer_are_gathered_at_once(tmp_path: Path) -> None:
