@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cdrmix.checkpoint.base_model import (
     refuse_other_base,
     run_of,
 )
+from cdrmix.checkpoint.files import FileRecord
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.weight_folder import read_sizes
 from cdrmix.config.hugging_face import CONFIG_FILE
@@ -27,6 +29,7 @@ from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import JsonObject, Start
 from cdrmix.engines.training_data import check_same
 from cdrmix.errors import DataError, StateError
+from cdrmix.export.manifest import MANIFEST_FILE, read_export_manifest
 from cdrmix.hf.family_check import check_family
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.log import get_logger
@@ -128,9 +131,29 @@ def verified_digest(folder: Path) -> str:
     own = runtime.together(lambda: base_records(folder, part=part, parts=parts))
     everywhere = zip(hosts, runtime.all_gather_object(own), strict=True)
     shares = [share for name, share in everywhere if name == host]
-    found = digest_of_base({name: record for share in shares for name, record in share.items()})
+    records = {name: record for share in shares for name, record in share.items()}
+    runtime.together(lambda: _compare_with_export(folder, records))
+    found = digest_of_base(records)
     check_same("weights of the base model", "digest", found)
     return found
+
+
+def _compare_with_export(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Raises DataError where files of an export are no longer those that were written."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return
+    written = read_export_manifest(folder)
+    changed = [
+        name
+        for name, record in sorted(records.items())
+        if name in written and written[name] != (record["bytes"], record["sha256"])
+    ]
+    if changed:
+        raise DataError(
+            f"{folder}: {', '.join(changed)} changed since the export: `cdrmix export --verify "
+            f"{folder}` compares all files. Copy the folder again, or, if it was changed on "
+            f"purpose, remove {MANIFEST_FILE}"
+        )
 
 
 def _outline(folder: Path) -> str:

@@ -39,7 +39,7 @@ def verify_export(
     Raises:
         StateError: naming each file that is missing, extra or changed.
     """
-    expected = _read_manifest(folder)
+    expected = read_export_manifest(folder)
     there = {
         str(Path(parent, name).relative_to(folder))
         for parent, folders, files in os.walk(folder)
@@ -80,8 +80,8 @@ def _difference(path: Path, size: int, sha256: str | None) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file."""
+def read_export_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and sha256 of each file of an export by its name there; StateError if it tells none."""
     path = folder / MANIFEST_FILE
     try:
         files: Any = read_json(path)["files"]
