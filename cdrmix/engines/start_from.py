@@ -59,7 +59,7 @@ def find_start(config: Config, corpus: Corpus) -> StartPoint | None:
 
     def describe() -> StartPoint:
         point = of_export(path) if kind == "export" else of_checkpoint(path)
-        check_fits(point, config.model, tokenizer=corpus.manifest.tokenizer.sha256)
+        check_fits(point, config.model, data=corpus.manifest)
         return point
 
     point = runtime.first_rank_does(describe)

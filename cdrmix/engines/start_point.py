@@ -16,7 +16,9 @@ from cdrmix.checkpoint.candidates import candidates
 from cdrmix.checkpoint.files import MANIFEST_FILE, read_json, retried
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.safetensors_headers import tensor_sizes
-from cdrmix.data.shards import read_manifest
+from cdrmix.data.shards import Manifest, read_manifest
+from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from cdrmix.data.tokenizer_files import content_digest
 from cdrmix.errors import DataError, StateError
 from cdrmix.export.manifest import MANIFEST_FILE as EXPORT_MANIFEST
 from cdrmix.log import get_logger
@@ -162,13 +164,13 @@ def of_export(path: Path) -> StartPoint:
     )
 
 
-def check_fits(point: StartPoint, model: ModelConfig, *, tokenizer: str | None) -> None:
+def check_fits(point: StartPoint, model: ModelConfig, *, data: Manifest | None) -> None:
     """Refuses weights of another model or tokenizer, and warns of settings that differ otherwise.
 
     Args:
         point: the weights.
         model: of the new run.
-        tokenizer: sha256 of the file of its data set, hex; None: not known yet.
+        data: its data set; None: not known yet.
     Raises:
         StateError: with all that differs.
     """
@@ -190,13 +192,8 @@ def check_fits(point: StartPoint, model: ModelConfig, *, tokenizer: str | None) 
             f"holds another model. {told or 'Its settings are the same'}{tensors}",
             "Configure the model there, or give weights of the one here",
         )
-    if tokenizer is not None and point.tokenizer is not None and tokenizer != point.tokenizer:
-        raise _wrong(
-            point.path,
-            f"was trained with another tokenizer than that of data.path: sha256 "
-            f"{point.tokenizer[:12]} there, {tokenizer[:12]} here. Its weights know other tokens",
-            "Build the data with the tokenizer.json there",
-        )
+    if data is not None and point.tokenizer is not None:
+        _check_tokenizer(point, point.tokenizer, data)
     if point.tokenizer is None:
         logger.warning(
             "warning: start_from: %s does not tell its tokenizer. Make sure that data.path was "
@@ -205,6 +202,43 @@ def check_fits(point: StartPoint, model: ModelConfig, *, tokenizer: str | None) 
         )
     if changes:
         logger.warning("warning: start_from: %s was trained with %s", point.path, told)
+
+
+def _check_tokenizer(point: StartPoint, digest: str, data: Manifest) -> None:
+    """Refuses data of another tokenizer than the one with this digest, of the weights.
+
+    Where its run has kept the files, they may differ in parts that do not decide the ids, and the
+    tokens around documents are compared too.
+    """
+    path = Path(point.run) / TOKENIZER_FILE
+    kept = path.parent if path.is_file() and _sha256(path) == digest else None
+    content = data.tokenizer.content_sha256
+    is_same = digest == data.tokenizer.sha256 or (
+        kept is not None and content is not None and content_digest(path.read_bytes()) == content
+    )
+    if not is_same:
+        raise _wrong(
+            point.path,
+            f"was trained with another tokenizer than that of data.path: sha256 {digest[:12]} "
+            f"there, {data.tokenizer.sha256[:12]} here. Its weights know other tokens",
+            "Build the data with the tokenizer.json there",
+        )
+    if kept is None:  # an export, or a checkpoint that was moved out of its run
+        return
+    tokenizer = load_tokenizer(kept)
+    there = (tokenizer.eos_id, tokenizer.document_prefix)
+    here = (data.eos_id, data.tokenizer.document_prefix)
+    if there != here:
+        told = "; ".join(
+            f"{name} {theirs} there, {ours} here"
+            for name, theirs, ours in zip(("eos_id", "document_prefix"), there, here, strict=True)
+            if theirs != ours
+        )
+        raise _wrong(
+            point.path,
+            f"was trained with other tokens around documents than those of data.path: {told}",
+            f"Build the data with tokenizer.path: {kept} in its recipe",
+        )
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

@@ -229,13 +229,13 @@ def _check_start_from(config: Config, *, run_dir: Path | None, resume: str) -> N
             why = "; ".join(f"{name}: {reasons}" for name, reasons in skipped)
             raise start_point.all_damaged(place, why)
         point = start_point.of_checkpoint(whole)
-    tokenizer = None
+    data = None
     if "://" not in config.data.path:
         is_sample = config.data.path == SAMPLE
         folder = sample_folder(config.model.vocab_size) if is_sample else Path(config.data.path)
         with contextlib.suppress(DataError):  # told by `_data_problems`
-            tokenizer = read_manifest(folder).tokenizer.sha256
-    start_point.check_fits(point, config.model, tokenizer=tokenizer)
+            data = read_manifest(folder)
+    start_point.check_fits(point, config.model, data=data)
 
 
 def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None:

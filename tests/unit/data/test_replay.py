@@ -168,13 +168,15 @@ def test_tokenizers_are_compared_by_what_decides_the_ids(
 ) -> None:
     def foreign(folder: Path, changes: dict[str, Any]) -> Manifest:
         manifest = read_manifest(folder)
-        values = {"kind": "foreign", "content_sha256": "1" * 64, **changes}
+        values: dict[str, Any] = {"kind": "foreign", "content_sha256": "1" * 64, **changes}
         eos_id = values.pop("eos_id", manifest.eos_id)
         tokenizer = manifest.tokenizer.model_copy(update=values)
         return manifest.model_copy(update={"tokenizer": tokenizer, "eos_id": eos_id})
 
     new, old = foreign(folders[0], {}), foreign(folders[1], changes)
     data = load_config("model_configs/cdrmix-core-tiny.yaml").data
-    is_refused = pytest.raises(DataError, match=told) if told else contextlib.nullcontext()
-    with is_refused:
+    outcome: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if told is not None:
+        outcome = pytest.raises(DataError, match=told)
+    with outcome:
         check_tokenizers(new, old, data=data, key="cpt.replay.source", folder=folders[1])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.weight_source import CheckpointWeights
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
+from cdrmix.data.shards import read_manifest
+from cdrmix.data.tokenizer_files import content_digest
 from cdrmix.engines import start_point
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.export.exported_run import export_run
@@ -165,6 +169,34 @@ def test_another_tokenizer_is_refused(made: Path, source: str, tmp_path: Path) -
     assert f"{sha256[:12]} here" in text
     # a store is looked at by the ranks
     check(made, made / source, "data.path=s3://bucket/folder")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),  # saved again by another program
+        ({"content_sha256": "1" * 64}, "another tokenizer than that of data.path"),
+        ({"content_sha256": None}, "another tokenizer than that of data.path"),
+        ({"document_prefix": (5,)}, r"document_prefix \(\) there, \(5,\) here"),
+        ({"eos_id": 7}, "eos_id 0 there, 7 here"),
+    ],
+)
+def test_tokenizers_are_compared_by_what_decides_the_ids(
+    made: Path, changes: dict[str, Any], told: str | None
+) -> None:
+    content = content_digest((made / "run" / "tokenizer.json").read_bytes())
+    values: dict[str, Any] = {"sha256": "0" * 64, "content_sha256": content, **changes}
+    eos_id = values.pop("eos_id", 0)
+    manifest = read_manifest(made / "data")
+    tokenizer = manifest.tokenizer.model_copy(update=values)
+    data = manifest.model_copy(update={"tokenizer": tokenizer, "eos_id": eos_id})
+    point = start_point.of_checkpoint(made / "run" / "checkpoints" / "7")
+    model = config(made, made / "run").model
+    outcome: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if told is not None:
+        outcome = pytest.raises(StateError, match=told)
+    with outcome:
+        start_point.check_fits(point, model, data=data)
 
 
 def flip(path: Path) -> None:
