@@ -38,12 +38,12 @@ print(json.dumps(tokenizer.decode(tokens[0], skip_special_tokens=True)))
 _ENDED = """
 import os, sys
 from cdrmix.cli import main
-from cdrmix.export import exported_run
-write_text = exported_run.write_text
+from cdrmix.export import rwkx_run
+write_text = rwkx_run.write_text
 def ending(*arguments):
     os.kill(os.getpid(), int(sys.argv[1]))
     return write_text(*arguments)
-exported_run.write_text = ending
+rwkx_run.write_text = ending
 sys.exit(main(["export", sys.argv[2], "--out", sys.argv[3]]))
 """
 
