@@ -30,6 +30,11 @@ HEAD = "tests/distributed/test_head.py::test_"
 WATCHDOG = "tests/distributed/test_supervision.py::test_"
 SIGNALS = "tests/unit/cluster/test_launch_signals.py::test_a_signal"
 INPUT = "tests/distributed/test_bad_input.py::test_"
+HUGGING_FACE = "tests/distributed/test_hugging_face.py::test_"
+BASE_WEIGHTS = "tests/distributed/test_base_weights.py::test_"
+BASE_RUN = "tests/distributed/test_base_run.py::test_"
+LORA = "tests/distributed/test_lora_run.py::test_"
+CONTINUED = "tests/distributed/test_continuing.py::test_"
 
 # (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
 FAULTS = (
@@ -95,6 +100,16 @@ FAULTS = (
     ("orders of a false head", f"{WATCHDOG}an_order_that_is_not_the_heads", ""),
     ("file server silent for two deadlines", f"{HEAD}a_silent_file_server", ""),
     ("file server silent while rank 0 logs", f"{WATCHDOG}a_silent_file_server", ""),
+    ("Hugging Face: stopped and resumed", f"{HUGGING_FACE}resumed_run", ""),
+    ("Hugging Face: weights differ by host", f"{BASE_WEIGHTS}hosts_with_different", ""),
+    ("Hugging Face: base gone when resumed", f"{BASE_RUN}run_goes_on_without_its_base", ""),
+    ("Hugging Face: another base", f"{BASE_RUN}run_does_not_go_on", ""),
+    ("Hugging Face: tied weights that differ", f"{BASE_WEIGHTS}tied_head", ""),
+    ("LoRA: another base", f"{LORA}another_base", ""),
+    ("LoRA: base moved", f"{LORA}the_run_goes_on_where_its_base", ""),
+    ("LoRA: tensors of an adapter lost", f"{LORA}an_adapter_without", ""),
+    ("continued: stopped and resumed", f"{CONTINUED}a_run_that_was_stopped", ""),
+    ("continued: forgets too much", f"{CONTINUED}a_run_that_forgets", ""),
     ("file server silent at the end of a run", f"{HEAD}a_log_that_cannot_be_written", ""),
 )
 

@@ -230,6 +230,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "tokens": tokens,
+        "steps": LONG,
         "tokens_per_cpu_second": [statistics.median(side) for side in zip(*rates, strict=True)],
         "ratio": statistics.median(ratios),
         "worst_loss_difference": difference,

@@ -337,6 +337,29 @@ def start_up_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def hf_trainer_rows(result: dict[str, Any]) -> list[str]:
+    """A Hugging Face model in this trainer and in transformers' own."""
+    rows = [
+        "A Llama of 4 layers, 2 ranks, ZeRO-2, float32, the same samples and learning rates; CPU",
+        f"time of all processes for {result['tokens']:,} tokens, starting and ending left out.",
+        "",
+        "| trainer | tokens per CPU second | peak memory of a rank, MiB |",
+        "|---|---|---|",
+    ]
+    names = ("CDRmix", "transformers.Trainer")
+    for name, rate, peak in zip(
+        names, result["tokens_per_cpu_second"], result["peak_bytes"], strict=True
+    ):
+        rows.append(f"| {name} | {rate:,.0f} | {peak / 2**20:,.0f} |")
+    difference = result["worst_loss_difference"]
+    rows += [
+        "",
+        f"Ratio {result['ratio']:.2f}; demanded is 1.0. Of {result['steps']} steps the losses "
+        f"differ by at most {difference:.1e}; demanded are 1e-4.",
+    ]
+    return rows
+
+
 # name of the module and section: heading, and how its JSON becomes lines
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
@@ -350,6 +373,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "layouts": ("Layouts on two ranks", layouts_rows),
     "checkpoint": ("Checkpoints in the background", checkpoint_rows),
     "train": ("make train", train_rows),
+    "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),
