@@ -264,6 +264,13 @@ def refuse_other_base(recorded: Mapping[str, Any], digest_: str, folder: Path) -
         StateError: if their digests differ.
     """
     if recorded["digest"] != digest_:
+        if os.path.abspath(folder) == recorded.get("folder"):
+            raise StateError(
+                f"{folder}: is not the base of these adapters: its weights or config.json changed "
+                f"since they were trained, digest {digest_[:12]} now, {recorded['digest'][:12]} on "
+                "record. Restore the folder, or give a copy of it as it was: as model.path of a "
+                "run, as --base of `cdrmix export`, `evaluate` and `generate`"
+            )
         raise StateError(
             f"{folder}: is not the base of these adapters: digest {digest_[:12]} here, "
             f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Give the "

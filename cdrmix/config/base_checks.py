@@ -21,7 +21,7 @@ def check_base(model: ModelConfig) -> None:
 
     Raises:
         ConfigError: if its config.json is missing, of an unknown family or of a quantised model, or
-            it needs code that is not allowed.
+            it needs code that is not allowed; or if peft is missing that its adapters need.
         DataError: if its weights are missing, in pickles, or cut off.
     """
     assert model.path is not None, "checked at construction"
@@ -39,6 +39,10 @@ def check_base(model: ModelConfig) -> None:
         raise ConfigError(
             f"{folder / CONFIG_FILE}: model_type {values['model_type']!r} is unknown to the "
             f"installed transformers. Tested are {', '.join(TESTED_FAMILIES)}"
+        )
+    if model.lora is not None and find_spec("peft") is None:
+        raise ConfigError(
+            "model.lora: needs peft, which is missing. Try pip install 'cdrmix[lora]'"
         )
     tensor_sizes(folder)
 

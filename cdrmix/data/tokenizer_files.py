@@ -116,7 +116,7 @@ def check_tokenizer(manifest: Manifest, folder: Path) -> None:
     if ours.content_sha256 is not None and theirs == ours.content_sha256:
         return
     raise DataError(
-        f"data.path: its tokens are of another tokenizer than the model's: sha256 {ours.sha256} "
-        f"there, {digest} in {path}. Build the data set with tokenizer.path: {folder} in its "
-        "recipe (cdrmix data build)."
+        "data.path: its tokens are of another tokenizer than the model's: sha256 "
+        f"{ours.sha256[:12]} there, {digest[:12]} in {path}. Build the data set with "
+        f"tokenizer.path: {folder} in its recipe (cdrmix data build)."
     )

@@ -11,8 +11,10 @@ from cdrmix.checkpoint.base_model import (
     base_records,
     digest_of_base,
     recorded_digest,
+    refuse_other_base,
     write_base_files,
 )
+from cdrmix.errors import StateError
 from tests.hf_models import make_folder
 
 
@@ -38,3 +40,12 @@ def test_files_of_a_replaced_base_are_replaced(tmp_path: Path, seed: int) -> Non
     write_base_files(run_dir, bases[1], digests[1])
     write_base_files(run_dir, kept, digests[1])
     assert kept.stat().st_ino == inode
+
+
+def test_a_base_that_was_changed_in_its_place_is_told_as_such(tmp_path: Path) -> None:
+    recorded = {"digest": "a" * 64, "folder": str(tmp_path / "base")}
+    refuse_other_base(recorded, "a" * 64, tmp_path / "base")
+    with pytest.raises(StateError, match="changed since they were trained"):
+        refuse_other_base(recorded, "b" * 64, tmp_path / "base")
+    with pytest.raises(StateError, match=f"of {tmp_path}/base. Give the folder"):
+        refuse_other_base(recorded, "b" * 64, tmp_path / "other")

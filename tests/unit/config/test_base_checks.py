@@ -54,6 +54,14 @@ def test_a_whole_folder_is_let_through(folder: Path) -> None:
     check_base(model(folder))
 
 
+def test_adapters_need_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_base(model(folder, lora={}))
+    monkeypatch.setattr("cdrmix.config.base_checks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'cdrmix\[lora\]'"):
+        check_base(model(folder, lora={}))
+    check_base(model(folder))
+
+
 def cut_off(folder: Path) -> None:
     """Ends the weights too early."""
     path = folder / "model.safetensors"

@@ -167,7 +167,8 @@ def test_another_tokenizer_than_the_models_is_refused(
     digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     with pytest.raises(DataError) as raised:
         check_tokenizer(manifest, tmp_path)
-    assert digest in str(raised.value) and manifest.tokenizer.sha256 in str(raised.value)
+    for each in (digest, manifest.tokenizer.sha256):
+        assert f"{each[:12]} " in str(raised.value)
 
 
 def test_a_model_without_a_whole_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
