@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    dynamic_module_utils,
+)
 
 from cdrmix.export.modeling_cdrmix import wkv_chunked, wkv_loop
 from cdrmix.models.generate import generate
@@ -249,7 +255,14 @@ def test_a_cache_of_fixed_length_is_refused(both: Both, tokens: Tensor) -> None:
         both.load().generate(tokens, max_new_tokens=2, cache_implementation="static")
 
 
-def test_saved_again_it_is_the_same_model(both: Both, tokens: Tensor, tmp_path) -> None:
+def test_saved_again_it_is_the_same_model(
+    both: Both, tokens: Tensor, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests load code of folders too, and modules stay where they were first looked for.
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [each for each in sys.modules if each.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
     model = both.load()
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
