@@ -182,7 +182,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[t
 
 def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps by plain torch, document by document."""
-    from cdrmix.engines.optim import learning_rate
+    from cdrmix.optimizers.schedule import learning_rate
 
     model = loaded(folder)
     training = config.training

@@ -183,7 +183,7 @@ def make_plan(case: Case, config: Config) -> Plan:
 
 
 def sgd(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    from cdrmix.engines.optim import parameter_groups
+    from cdrmix.optimizers.adamw import parameter_groups
 
     return torch.optim.SGD(parameter_groups(model, weight_decay=0.0), lr=training.learning_rate)
 
@@ -201,7 +201,7 @@ class Started:
 def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.optim import adamw
+    from cdrmix.optimizers.adamw import adamw
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)

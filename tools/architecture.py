@@ -28,7 +28,7 @@ ROWS = (
     ("checkpoint", "reasoning"),
     ("parallel",),
     ("hf",),
-    ("models", "objectives"),
+    ("models", "objectives", "optimizers"),
     ("data", "monitoring", "cluster"),
     ("planning",),
     ("runtime",),

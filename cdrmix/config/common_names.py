@@ -16,7 +16,7 @@ _OF_KEY = {
     "context_length n_ctx ctx_len max_position_embeddings",
     "training.max_steps": "max_iters num_steps train_iters max_train_steps num_iterations steps "
     "total_steps",
-    "training.total_tokens": "max_tokens_total num_tokens train_tokens",
+    "training.total_tokens": "max_tokens_total train_tokens",
     "training.weight_decay": "wd decay_weight",
     "training.gradient_clipping": "grad_clip clip_grad max_grad_norm gradient_clip_val",
     "training.precision": "dtype torch_dtype mixed_precision",

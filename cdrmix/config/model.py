@@ -93,6 +93,20 @@ class LoraConfig(Section):
     """Adapt the experts of MoE layers too; false: they stay as they are."""
 
 
+class MtpConfig(Section):
+    """Multi-token prediction: parts that predict tokens beyond the next one, for training and for
+    speculative decoding."""
+
+    kind: Literal["independent", "deepseek"] = "independent"
+    """independent: a head for each further token, from the last hidden state (Gloeckle et al.,
+    arXiv 2404.19737). deepseek: a block for each further token, from the hidden state and the
+    embedding of the token before (DeepSeek-V3, arXiv 2412.19437)."""
+    num_tokens: int = Field(4, ge=2)
+    """Tokens predicted at each position, the next one included (count)."""
+    head: Literal["linear", "block"] = "linear"
+    """Independent head before the tied unembedding: a linear map, or a block of attention."""
+
+
 class LowRankSizes(NamedTuple):
     """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
 
@@ -141,6 +155,8 @@ class ModelConfig(Section):
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
     moe: MoEConfig | None = None
     """Mixture-of-experts feed-forward; null is a dense model."""
+    mtp: MtpConfig | None = None
+    """Multi-token prediction; null: the next token alone."""
     init_std_scale: float = Field(1.0, gt=0)
     """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.

@@ -12,6 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.model import ModelConfig, Section
+from cdrmix.config.objectives import ObjectivesConfig
+from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
 
@@ -103,8 +105,13 @@ class NonFiniteConfig(Section):
 class LossSpikeConfig(Section):
     """Loss far above its recent median. Its step is already applied when it is detected."""
 
-    action: Literal["warn", "rollback", "stop"] = "warn"
-    """rollback: drops its batch, and those since the checkpoint."""
+    action: Literal["warn", "lower_rate", "rollback", "stop"] = "warn"
+    """lower_rate: multiplies the learning rate of all later steps by rate_factor. rollback: drops
+    its batch, and those since the checkpoint."""
+    rate_factor: float = Field(0.5, gt=0, lt=1)
+    """Factor of lower_rate (ratio)."""
+    max_lowerings: int = Field(3, ge=1)
+    """Times that lower_rate acts in a run; the next spike is a warning (count)."""
     window_steps: int = Field(128, ge=8)
     """Steps that a loss is compared with, at least half of them present."""
     # The factor makes it the standard deviation where losses are normal; the median is not moved by
@@ -213,6 +220,9 @@ class TrainingConfig(Section):
     """Learning rate that infinite holds (per step)."""
     settle_steps: int | None = Field(None, ge=1)
     """Steps behind the warm-up in which infinite falls to hold_learning_rate (optimizer steps)."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Decay of an exponential moving average of the weights, in float32 beside the masters (ratio);
+    null: none is kept."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm (L2); 0 turns clipping off."""
     weight_decay: float = Field(0.1, ge=0)
@@ -376,6 +386,9 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
     data: DataConfig
+    objectives: ObjectivesConfig | None = None
+    """Weights of the parts of the loss; null: one mean over all tokens."""
+    optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()

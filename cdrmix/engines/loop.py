@@ -19,13 +19,13 @@ from cdrmix import runtime
 from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.engines.optim import adamw
 from cdrmix.engines.recovery import hold, react, save_run, settle
 from cdrmix.engines.run import Batch, Result, Run
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
+from cdrmix.optimizers.adamw import adamw
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan

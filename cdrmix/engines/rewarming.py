@@ -7,9 +7,9 @@ import contextlib
 from cdrmix.checkpoint.files import read_json
 from cdrmix.config.problems import validate
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.start_point import StartPoint
 from cdrmix.log import get_logger
+from cdrmix.optimizers.schedule import learning_rate
 
 logger = get_logger(__name__)
 

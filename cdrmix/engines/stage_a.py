@@ -29,7 +29,6 @@ from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
-from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -39,6 +38,7 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline

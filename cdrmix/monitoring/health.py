@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from cdrmix.config.schema import HealthConfig
 
 Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory", "forgetting"]
-Action = Literal["warn", "skip", "rollback", "stop"]
+Action = Literal["warn", "lower_rate", "skip", "rollback", "stop"]
 
 # A median absolute deviation times this is the standard deviation of normal numbers.
 _SIGMA_PER_MAD = 1.4826

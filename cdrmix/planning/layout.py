@@ -24,7 +24,7 @@ from cdrmix.planning.counts import forward_flops_by_layer, head_flops
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
-# Optimizer groups, as `engines/optim.py` makes them.
+# Optimizer groups, as `optimizers/adamw.py` makes them.
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 

@@ -91,7 +91,7 @@ class MemoryModel:
             if not parameter.is_trained:
                 self._frozen.append(parameter.num_elements)
                 continue
-            # as `engines/optim.py` groups them
+            # as `optimizers/adamw.py` groups them
             group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
             if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"

@@ -14,7 +14,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint.fragments import PARTS, Part, part_of
 from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.engines.optim import parameter_groups
+from cdrmix.optimizers.adamw import parameter_groups
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.stage_b.phases import stage_b_section
 

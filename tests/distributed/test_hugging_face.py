@@ -86,9 +86,10 @@ FAULTS = [
 
 def plant(broken: str) -> None:
     """Put a fault into this process, in place of an earlier one."""
-    from cdrmix.engines import optim, stage_a
+    from cdrmix.engines import stage_a
     from cdrmix.hf import model
     from cdrmix.hf.packing import Documents
+    from cdrmix.optimizers import adamw
 
     faults: dict[str, tuple[Any, str, Any]] = {
         "local statistics": (stage_a, "mean_over_ranks", lambda x, _: x),
@@ -102,7 +103,7 @@ def plant(broken: str) -> None:
             lambda ids: torch.arange(ids.shape[1]).expand(ids.shape),
         ),
         "all parameters decayed": (
-            *(optim, "parameter_groups"),
+            *(adamw, "parameter_groups"),
             lambda model, weight_decay: [
                 {"params": list(model.parameters()), "weight_decay": 500 * weight_decay}
             ],

@@ -163,8 +163,8 @@ def go_on(root: str, moves: list[tuple[Case, Case]]) -> list[Ending]:
 
 def plain(folder: str, config: Config) -> tuple[Any, list[tuple[float, float]]]:
     """Scores before the first step, and losses and norms, by plain torch around peft's model."""
-    from cdrmix.engines.optim import learning_rate
     from cdrmix.hf.lora import add_adapters
+    from cdrmix.optimizers.schedule import learning_rate
 
     assert config.model.lora is not None
     model = add_adapters(loaded(Path(folder)), config.model.lora, seed=config.training.seed)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
-from cdrmix.engines.optim import parameter_groups
+from cdrmix.optimizers.adamw import parameter_groups
 from tests.distributed.test_layouts import CUT, LATE
 from tests.harness import run_ranks
 from tests.layouts import Case, deviation, make_config, make_plan, run_steps, start

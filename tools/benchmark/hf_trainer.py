@@ -117,7 +117,8 @@ def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from cdrmix.engines.optim import adamw, learning_rate
+    from cdrmix.optimizers.adamw import adamw
+    from cdrmix.optimizers.schedule import learning_rate
 
     config: Config = load_config(CONFIG, settings(base, data))
     training = config.training

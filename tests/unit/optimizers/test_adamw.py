@@ -6,8 +6,9 @@ import pytest
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import TrainingConfig
-from cdrmix.engines.optim import learning_rate, parameter_groups
 from cdrmix.models.backbone import Backbone
+from cdrmix.optimizers.adamw import parameter_groups
+from cdrmix.optimizers.schedule import learning_rate
 
 
 def training(**changes: object) -> TrainingConfig:

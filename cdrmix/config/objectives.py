@@ -1,0 +1,47 @@
+"""The `objectives` section: weights of the parts of the training loss."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from cdrmix.config.model import Section
+
+
+class ObjectivesConfig(Section):
+    """Weights of the parts of Stage A's loss. Each part is a mean over its own tokens of the global
+    batch, so that a weight means the same whatever share of the batch has such tokens."""
+
+    text: float = Field(1.0, ge=0)
+    """Next token of documents that are neither rearranged nor a chain of thought (ratio)."""
+    fim: float = Field(1.0, ge=0)
+    """Next token of documents rearranged for infilling, all of their parts (ratio)."""
+    prompt: float = Field(0.0, ge=0, description="Question of a chain of thought (ratio).")
+    thought: float = Field(1.0, ge=0)
+    """Chain of thought without question and answer (ratio)."""
+    answer: float = Field(1.0, ge=0)
+    """Answer of a chain of thought, and end of the document (ratio)."""
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    mtp: tuple[float, ...] | None = Field(None, strict=False)
+    """Weight of each further token that model.mtp predicts, from the second on (ratio); null: 0.5,
+    0.3, 0.2 of independent heads, or 0.3 of a deepseek depth."""
+    late_mtp: tuple[float, ...] | None = Field(None, strict=False)
+    """Weights in place of mtp from late_mtp_step on; null: they stay."""
+    late_mtp_step: int | None = Field(None, ge=1)
+    """First step with late_mtp (optimizer steps)."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the mean squared logarithm of the softmax's denominator (ratio)."""
+
+    @model_validator(mode="after")
+    def _something_is_learned(self) -> ObjectivesConfig:
+        for name in ("mtp", "late_mtp"):
+            if any(weight < 0 for weight in getattr(self, name) or ()):
+                raise ValueError(f"{name} has a weight below 0. Give 0 or more")
+        if (self.late_mtp is None) != (self.late_mtp_step is None):
+            raise ValueError("late_mtp and late_mtp_step belong together. Give both, or neither")
+        of_tokens = (self.text, self.fim, self.prompt, self.thought, self.answer)
+        if not sum(of_tokens):
+            raise ValueError(
+                "text, fim, prompt, thought and answer are all 0: no next token is learned. Give "
+                "one of them a weight"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Parameter groups, optimizers, averages and learning rates of Stage A."""
