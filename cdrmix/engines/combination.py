@@ -12,15 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.schema import Config
-from cdrmix.data.document import KINDS
+from cdrmix.data.document import KINDS, ROLES, fim_ids
+from cdrmix.data.remote import remote_files
+from cdrmix.data.token_dataset import Permutation
+from cdrmix.engines.training_data import Corpus
+from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
 
+logger = get_logger(__name__)
+
+CHAIN_PARTS = ROLES[1:]
+_LOOKED_AT = 64  # samples, for the documents that are in them
 # Tensors of a batch by the names that `Loader` gives them.
 Batch = dict[str, Tensor]
 
@@ -45,6 +54,38 @@ def own_weights(batch: Batch, config: Config) -> list[float]:
         return [float(sum_weights(labels, batch.get("weights")))]
     counted = batch["kinds"][labels != IGNORED_LABEL].long()
     return [float(count) for count in torch.bincount(counted, minlength=len(KINDS)).tolist()]
+
+
+def describe_objectives(config: Config, corpus: Corpus) -> None:
+    """Log the objectives of a run, and warn of those that its training data have no tokens of."""
+    if config.objectives is None:
+        return
+    weights = config.objectives.model_dump(exclude_none=True)
+    parts = ", ".join(f"{name} {weight}" for name, weight in weights.items())
+    logger.info("objectives: %s", parts)
+    shards = [shard for shard in corpus.manifest.shards if shard.split == "train"]
+    missing = {}
+    if not any(shard.roles for shard in shards):
+        missing = dict.fromkeys(CHAIN_PARTS, "a chain of thought (chain_of_thought of a source)")
+    if not _has_fim(corpus):
+        missing["fim"] = "a document rearranged for infilling (fim)"
+    for name, weight in config.objectives.chosen().items():
+        if name in missing:
+            logger.warning(
+                "warning: objectives.%s = %s has no effect: %s does not hold %s. Build data with "
+                "it, see docs/objectives.md, or leave the weight out",
+                *(name, weight, corpus.folder, missing[name]),
+            )
+
+
+def _has_fim(corpus: Corpus) -> bool:
+    """Tells if some of the training samples have a document rearranged for infilling."""
+    ids = fim_ids(corpus.tokenizer)
+    if not ids or remote_files(corpus.folder) is not None:  # a shard may be hours away
+        return bool(ids)
+    count = min(_LOOKED_AT, corpus.train.num_samples)
+    samples = Permutation(corpus.train.num_samples, (0,))(np.arange(count, dtype=np.int64))
+    return bool(np.isin(corpus.train.rows(samples), ids).any())
 
 
 class Combination:

@@ -268,6 +268,8 @@ class Pretraining(Stage[Batch, StepResult]):
         self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
         self.forgetting: Forgetting | None = None
         data = config.data
+        # Kinds of tokens are told apart for objectives alone.
+        self.fim_ids = fim_ids(corpus.tokenizer) if config.objectives is not None else None
         if config.cpt is not None and old is not None:
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
@@ -287,7 +289,7 @@ class Pretraining(Stage[Batch, StepResult]):
             window_samples=data.window_samples if data.order == "windowed" else None,
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
-            fim_ids=fim_ids(corpus.tokenizer) if config.objectives is not None else None,
+            fim_ids=self.fim_ids,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
@@ -330,6 +332,10 @@ class Pretraining(Stage[Batch, StepResult]):
                 member_name("eval/domain/*/loss", each.domain): each.loss
                 for each in evaluation.domains
             },
+            **{
+                member_name("eval/objective/*/loss", each.objective): each.loss
+                for each in evaluation.objectives
+            },
         }
 
     def comparable(self, run: Run, last: Evaluation) -> HeldOutLoss:
@@ -355,6 +361,7 @@ class Pretraining(Stage[Batch, StepResult]):
             max_tokens=max_tokens,
             batch_size=run.plan.micro_batch_size,
             segment_documents=run.config.data.segment_documents,
+            fim_ids=self.fim_ids,
             topology=run.topology,
         )
 
