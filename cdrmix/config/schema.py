@@ -414,7 +414,8 @@ class Config(Section):
             return self
         raise ValueError(
             "cpt is for a model that was trained before: give training.start_from, a run directory "
-            "or an export, or cpt=null"
+            "or an export; or model.kind = hf with model.path, the folder of a Hugging Face model; "
+            "or cpt=null"
         )
 
     @model_validator(mode="after")

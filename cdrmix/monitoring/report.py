@@ -125,6 +125,8 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
         "start_up": _spendings(run.summary.get("start_up") or {}),
+        # Unknown without a configuration: then the page says what is missing.
+        "is_dense": run.config is not None and run.config.model.moe is None,
         "routing": _routing(run),
         "expert_layers": _expert_layers(run),
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
