@@ -51,7 +51,12 @@ def start_engine(
     # DeepSpeed, which has to learn of them here as of tensor parallelism.
     is_told = topology.degrees.model_ranks > 1 and not isinstance(model, Pipeline)
     made = optimizer(model, config.training) if optimizer else make_optimizer(model, config)
-    with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimizer prints pages on memory
+    # The bf16 optimizer prints pages on memory, and Muon is an optimizer that DeepSpeed warns of.
+    level = deepspeed.utils.logger.level
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        if isinstance(made, Muon):
+            deepspeed.utils.logger.setLevel("ERROR")
+            stack.callback(deepspeed.utils.logger.setLevel, level)
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=made,
