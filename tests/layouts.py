@@ -281,6 +281,7 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
+    from cdrmix.optimizers import muon_layout
     from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -303,6 +304,10 @@ def plant(broken: str) -> None:
 
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
+
+    def not_exchanged(_: Any, __: Any, sent: Any, sizes: Any) -> Any:
+        """Zeros in place of the pieces of a matrix that other ranks hold."""
+        return [iter([torch.zeros(size) for size in of_rank]) for of_rank in sizes]
 
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
@@ -330,6 +335,7 @@ def plant(broken: str) -> None:
         "v_first does not cross": without(1, torch.zeros_like),
         "v_first without gradient": without(1, torch.Tensor.detach),
         "statistics of the last stage": without(2, lambda _: None),
+        "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "tied gradients apart": lambda: setattr(
             pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),

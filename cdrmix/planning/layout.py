@@ -24,7 +24,8 @@ from cdrmix.planning.counts import forward_flops_by_layer, head_flops
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
-# Optimizer groups, as `optimizers/adamw.py` makes them.
+# Optimizer groups, as `optimizers/adamw.py` makes them. With Muon (`optimizers/groups.py`) its
+# matrices are `matrices`, and `vectors` are all that is AdamW's.
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 
