@@ -42,7 +42,7 @@ class Case:
     Attributes:
         degrees: parallel degrees, of which the data degree is `data`.
         accumulation: micro-steps per step.
-        optimizer: adamw or sgd, which shows a wrong scale of gradients.
+        optimizer: adamw, muon, or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
@@ -52,6 +52,7 @@ class Case:
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
+        settings: changes of the optimizer section.
         zero: changes of the profile's `zero_optimization`.
         note: what these changes come to.
     """
@@ -72,6 +73,7 @@ class Case:
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     note: str = ""
 
@@ -103,7 +105,8 @@ class Case:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
+        changes = self.model | self.training | self.settings
+        kind += [f"{name}={value}" for name, value in changes.items()]
         made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
 
@@ -140,7 +143,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "micro_batch_size": case.micro_batch,
         "sequence_length": case.length,
         "precision": "fp32",
-        "learning_rate": 3e-3 if case.optimizer == "adamw" else 0.3,
+        "learning_rate": {"adamw": 3e-3, "muon": 1e-2, "sgd": 0.3}[case.optimizer],
         "min_learning_rate": 1e-3,
         "warmup_steps": 2,
         "gradient_clipping": 0.5,
@@ -154,6 +157,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
             for axis in ("data", "tensor", "pipeline", "sequence", "expert")
         },
         training=training | case.training,
+        optimizer={"kind": "muon" if case.optimizer == "muon" else "adamw"} | case.settings,
         data={"path": "none"},
         objectives=OBJECTIVES if case.objectives else None,
     )
@@ -213,14 +217,13 @@ class Started:
 def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.optimizers.adamw import adamw
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)
     plan = make_plan(case, config)
     topology = make_topology(plan.degrees)
-    made = {"adamw": adamw, "sgd": sgd}[case.optimizer]
     model = build_model(config, plan, topology)
+    made = sgd if case.optimizer == "sgd" else None
     engine = start_engine(model, config, plan, topology, optimizer=made)
     return Started(case, config, topology, engine)
 
@@ -303,6 +306,7 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
+    from cdrmix.optimizers import muon_layout
     from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -325,6 +329,10 @@ def plant(broken: str) -> None:
 
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
+
+    def not_exchanged(_: Any, __: Any, sent: Any, sizes: Any) -> Any:
+        """Zeros in place of the pieces of a matrix that other ranks hold."""
+        return [iter([torch.zeros(size) for size in of_rank]) for of_rank in sizes]
 
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
@@ -353,6 +361,7 @@ def plant(broken: str) -> None:
         "v_first does not cross": without(1, torch.zeros_like),
         "v_first without gradient": without(1, torch.Tensor.detach),
         "statistics of the last stage": without(2, lambda _: None),
+        "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "tied gradients apart": lambda: setattr(
             pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),

@@ -51,6 +51,12 @@ _PHASES = Rule(
     "alters", "later phases may change; refused where it changes steps of Stage B already taken"
 )
 
+_MUON_STATES = Rule(
+    "alters",
+    "refused in Stage A with optimizer.kind = muon: other states are kept",
+    lambda resumed: resumed.stage == "a" and resumed.config.optimizer.kind == "muon",
+)
+
 # Of a key, else of the section around it.
 _RULES = {
     "name": _FREE,
@@ -98,6 +104,13 @@ _RULES = {
     "data.mixture": Rule("alters", "refused in Stage A where it changes the order of the samples"),
     "data.token_weights": _ALTERS,
     "data.segment_documents": _ALTERS,
+    "optimizer": _ALTERS,
+    "optimizer.kind": Rule(
+        "alters", "refused in Stage A: AdamW's states are not Muon's", lambda r: r.stage == "a"
+    ),
+    "optimizer.experts": _MUON_STATES,
+    "optimizer.low_rank": _MUON_STATES,
+    "optimizer.neuron_norm": _MUON_STATES,
     "checkpoint": _FREE,
     "evaluation": _FREE,
     "monitoring": _FREE,

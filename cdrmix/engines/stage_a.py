@@ -31,6 +31,7 @@ from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.combination import Batch, Combination, own_weights, weight_names
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -40,7 +41,8 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.objectives.router import router_losses, router_monitors
-from cdrmix.optimizers.schedule import learning_rate
+from cdrmix.optimizers.muon import Muon
+from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
@@ -160,7 +162,7 @@ def train_step(
     began = time.perf_counter()
     # A function of the step alone, and no scheduler with a state to save and restore.
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
+        group["lr"] = group_rate(step, config.training, group)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     combination = Combination(config, weights)
     micro_batches = [
@@ -294,6 +296,7 @@ class Pretraining(Stage[Batch, StepResult]):
         )
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
+        self.check = OptimizerCheck()
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
@@ -308,10 +311,14 @@ class Pretraining(Stage[Batch, StepResult]):
         return own_weights(batch, run.config)
 
     def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
-        """Take one optimizer step."""
-        return train_step(
-            *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
-        )
+        """Take one optimizer step; Muon's first one of a start is checked.
+
+        Raises StateError, on every rank, if Muon does not do what it should.
+        """
+        with self.check.of_step(run.engine, run.config):
+            return train_step(
+                *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
+            )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -442,6 +449,9 @@ class Pretraining(Stage[Batch, StepResult]):
             **dict(zip(names, means, strict=True)),
             **self._samples_by_domain(run),
         }
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            metrics["optimizer/spikes"] = optimizer.spikes
         if training.precision == "fp16":
             metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
         return metrics
@@ -481,11 +491,18 @@ class Pretraining(Stage[Batch, StepResult]):
         name = logical_name_in(model)
         engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
         self.samples = list(reader.state["samples"])
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.load_history(reader.state["muon"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, and the losses on old and new data."""
-        if self.forgetting is None:
-            return {"samples": self.samples}
-        return {"samples": self.samples, "cpt": self.forgetting.state_dict()}
+        """The texts generated so far, losses on old and new data, and Muon's gradient norms."""
+        saved: JsonObject = {"samples": self.samples}
+        if self.forgetting is not None:
+            saved["cpt"] = self.forgetting.state_dict()
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            saved["muon"] = optimizer.history()
+        return saved

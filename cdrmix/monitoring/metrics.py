@@ -48,6 +48,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
+    # Of Muon: their gradients were left out of the momentum of matrices.
+    Metric("optimizer/spikes", "steps, since the start of the run", "none"),
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),

@@ -11,7 +11,8 @@ from cdrmix.config.schema import Config, TrainingConfig
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # by precision
-# Optimizer groups, as `optimizers/adamw.py` makes them.
+# Optimizer groups, as `optimizers/adamw.py` makes them. With Muon (`optimizers/groups.py`) its
+# matrices are `matrices`, and `vectors` are all that is AdamW's.
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 

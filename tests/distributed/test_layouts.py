@@ -30,6 +30,8 @@ LATE = CUT | {
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": True}
+NEURON_NORM = {"neuron_norm": True}
+UNEVEN = {"num_kv_heads": 2}
 
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
@@ -126,10 +128,17 @@ LAYOUTS = [
     Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
     Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
     Case(data=4, sequence=2, moe=False, profile="zero3_offload", training=RECOMPUTED),
+    # Muon; with as many values as here, the ranks' shares end within matrices
+    Case(data=2, expert=2, accumulation=2, optimizer="muon"),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="muon"),
+    Case(data=2, profile="zero2", optimizer="muon", model=UNEVEN),
+    Case(data=2, sequence=2, expert=2, profile="zero2_offload", optimizer="muon",
+         settings=NEURON_NORM),
+    Case(data=2, moe=False, profile="zero3", optimizer="muon", zero=CUT, note="cut"),
 ]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
-WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4, "muon": 1e-4}
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -159,6 +168,8 @@ FAULTS = [
     Case(data=2, sequence=2, broken="no halo"),
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
+    Case(data=2, profile="zero2", optimizer="muon", model=UNEVEN, broken="local matrices"),
+    Case(data=2, moe=False, profile="zero3", optimizer="muon", zero=CUT, broken="local matrices"),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
     Case(data=2, moe=False, objectives=True, broken="local mean"),
     Case(data=2, moe=False, objectives=True, broken="local z"),

@@ -53,6 +53,7 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    optimizer: str = "adamw"
 
     @property
     def readers(self) -> int:
@@ -111,6 +112,11 @@ CASES = (
          profile="zero2_offload"),
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
+    Case("MoE, Muon, 2 ranks, experts spread, ZeRO-2", world=2, expert=2, profile="zero2",
+         optimizer="muon"),
+    Case("MoE, bf16, Muon, ZeRO-1", precision="bf16", optimizer="muon"),
+    Case("dense, Muon, 2 ranks, ZeRO-3 offloaded", world=2, moe=False, hidden=384,
+         profile="zero3_offload", optimizer="muon"),
 )  # fmt: skip
 
 ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
@@ -156,6 +162,7 @@ def make_config(case: Case) -> Config:
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
             },
+            "optimizer": {"kind": case.optimizer},
             "data": {"path": "none"},
         }
     )
