@@ -26,6 +26,7 @@ from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.optimizers.adamw import adamw
+from cdrmix.optimizers.average import keep_average
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
@@ -40,8 +41,12 @@ def start_engine(
     topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
+    averages: bool = True,
 ) -> Any:
-    """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
+    """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON.
+
+    It keeps an average of the weights with `training.ema_decay`, unless `averages` is false.
+    """
     deepspeed = runtime.import_deepspeed()
     # DeepSpeed's pipeline builds its own grid. The stages of a frozen backbone are unknown to
     # DeepSpeed, which has to learn of them here as of tensor parallelism.
@@ -58,6 +63,8 @@ def start_engine(
     runtime.share_timeout()
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+    if averages and config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     return engine
 
 

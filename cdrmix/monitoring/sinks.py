@@ -46,6 +46,7 @@ _STEP_FORMATS = {
 _DISPENSABLE = ("memory_peak_bytes", "learning_rate", "grad_norm", "tokens_per_second", "eta")
 _EVALUATION_FORMATS = {
     "eval/loss": "loss {:.4f}",
+    "eval/ema_loss": "of the average {:.4f}",
     "eval/perplexity": "perplexity {:.2f}",
     "eval/bits_per_byte": "{:.3f} bits/byte",
     "eval/seconds": "took {:.1f}s",

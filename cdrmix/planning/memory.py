@@ -5,7 +5,8 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py; tests/parity/test_m
 equal to the byte:
 
 * each parameter group is one flat buffer, padded to twice the number of ranks that partition it;
-* masters, mean and square are float32 and partitioned, also where weights are float32 already;
+* masters, mean and square are float32 and partitioned, also where weights are float32 already; so
+  is the average of the weights (optimizers/average.py), where one is kept;
 * bf16 with float32 accumulation under ZeRO-1 uses BF16_Optimizer: float32 gradients of all
   parameters on every rank, besides the bf16 ones of the backward pass;
 * under ZeRO-2 it has a float32 partition; without a separate accumulation type it stores every
@@ -79,6 +80,8 @@ class MemoryModel:
         self.stages = self.activations.stages
         self.element_bytes = self.activations.element_bytes
         self._is_bf16 = config.training.precision == "bf16"
+        # of each parameter: float32 master, mean and square, and their average where one is kept
+        self._saved_bytes = 12 if config.training.ema_decay is None else 16
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
@@ -131,13 +134,12 @@ class MemoryModel:
             has_copy = self.config.checkpoint.background is not False
         if not has_copy:
             return memory
-        # float32 masters and both moments
         if layout.zero_stage == 3:
             shares = [-(-elements // degrees.data) for _, elements, _ in self._parameters]
         else:
             held = self.held(degrees, stage)
             shares = [-(-n // degrees.optimizer_ranks(group)) for group, n in held.items()]
-        copied = 12 * sum(shares)
+        copied = self._saved_bytes * sum(shares)
         if self.device == "cuda":
             return replace(memory, checkpoint=copied)
         return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
@@ -192,8 +194,9 @@ class MemoryModel:
         padded = {g: -(-n // (2 * ranks[g])) * 2 * ranks[g] for g, n in held.items()}
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
-        # float32 master, mean and square of each element
-        optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
+        optimizer = self._saved_bytes * shared + 4 * len(
+            parts
+        )  # AdamW counts its steps in a tensor
         weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())
@@ -241,8 +244,7 @@ class MemoryModel:
         # the partition of a single rank is whole already
         weights = size * (shared + frozen + (whole if data > 1 else 0))
         gradients = (4 if self._is_bf16 else size) * shared
-        # float32 master, mean and square of each element
-        optimizer = 12 * shared + 4 * sub_groups
+        optimizer = self._saved_bytes * shared + 4 * sub_groups
         host = 0
         if layout.offloads_optimizer:
             # float32 gradients for the optimizer, besides the accumulated ones
