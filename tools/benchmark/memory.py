@@ -53,6 +53,7 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    averaged: bool = False  # keeps an average of the weights
 
     @property
     def readers(self) -> int:
@@ -111,6 +112,10 @@ CASES = (
          profile="zero2_offload"),
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
+    Case("MoE, bf16, 2 ranks, experts spread, ZeRO-1, averaged", precision="bf16", world=2,
+         expert=2, averaged=True),
+    Case("dense, 2 ranks, ZeRO-3, averaged", world=2, moe=False, profile="zero3", averaged=True),
+    Case("MoE, ZeRO-2 offloaded, averaged", profile="zero2_offload", averaged=True),
 )  # fmt: skip
 
 ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
@@ -155,6 +160,7 @@ def make_config(case: Case) -> Config:
                 "learning_rate": 1e-3,
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
+                "ema_decay": 0.9 if case.averaged else None,
             },
             "data": {"path": "none"},
         }
@@ -328,7 +334,7 @@ def gradient_storages(engine: Any) -> Storages:
 
 
 def optimizer_storages(engine: Any) -> Storages:
-    """Masters, moments and step counts."""
+    """Masters, moments, averages and step counts."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     return storages([*masters(engine), *(value for value in states if torch.is_tensor(value))])
 
