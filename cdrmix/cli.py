@@ -28,6 +28,7 @@ from cdrmix.verbs.flags import (
     add_base_flag,
     add_checkpoint_flag,
     add_config_flags,
+    add_weights_flag,
     at_least,
 )
 
@@ -191,6 +192,7 @@ def add_generate(verbs: Verbs) -> None:
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
     add_base_flag(parser)
+    add_weights_flag(parser)
     flag("--prompt", default="", help="text to go on from; default none")
     flag("--max-new-tokens", type=at_least(1), help="default 128")
     flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
@@ -233,11 +235,19 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
         place = _checkpoint_place(arguments)
         settings = _SAMPLING | sampling
-        text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
+        text = continue_text(
+            place,
+            arguments.prompt,
+            base=arguments.base,
+            weights=arguments.weights or "trained",
+            **settings,
+        )
         print(arguments.prompt + text)
         return
-    if sampling or arguments.base:
-        parser.error("--base, --max-new-tokens, --temperature and --seed go without --memory")
+    if sampling or arguments.base or arguments.weights:
+        parser.error(
+            "--base, --weights, --max-new-tokens, --temperature and --seed go without --memory"
+        )
     from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
     from cdrmix.stage_b.long_context import load_reader
 
@@ -288,6 +298,7 @@ def add_evaluate(verbs: Verbs) -> None:
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
     add_base_flag(parser)
+    add_weights_flag(parser)
     flag(
         "--data",
         metavar="DIR",
@@ -333,12 +344,16 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
         place = _checkpoint_place(arguments)
         text = evaluate_run(
-            place, data=arguments.data, max_tokens=arguments.max_tokens, base=arguments.base
+            place,
+            data=arguments.data,
+            max_tokens=arguments.max_tokens,
+            base=arguments.base,
+            weights=arguments.weights or "trained",
         )
         print(json.dumps(text.as_json()) if arguments.json else text.table())
         return
-    if arguments.max_tokens or arguments.data or arguments.base:
-        parser.error("--base, --max-tokens and --data go with --suite text")
+    if any(getattr(arguments, flag) for flag in ("max_tokens", "data", "base", "weights")):
+        parser.error("--base, --weights, --max-tokens and --data go with --suite text")
     from cdrmix.stage_b import long_context as suite
 
     reasoning = suite.evaluate_reasoning(

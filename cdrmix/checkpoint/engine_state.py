@@ -14,13 +14,13 @@ are padding. The float32 masters of the shares stand one after another in the fl
 sub-group, which is a parameter group of the optimizer or, if that is large, a part of it.
 
 The optimizer's state of a partition is created by its first step, and holds tensors of the
-partition's shape and single numbers (`step`).
+partition's shape and single numbers (`step`). An average of the weights is a part of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
+from cdrmix.optimizers.average import AVERAGE_KINDS, begin_average, swap_average
 from cdrmix.optimizers.muon import NEURON_SQUARE, Muon
 from cdrmix.optimizers.muon_layout import Held
 from cdrmix.parallel.tensor import is_copy, shard_of
@@ -136,18 +137,20 @@ def load_engine(
     *,
     others: Container[str] = (),
     elsewhere: Elsewhere = _nowhere,
+    averages: bool = False,
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
     Each rank reads its own part only. The engine is fresh or between two optimizer steps, `others`
     are logical names in the checkpoint that are read elsewhere, and what the saving run kept
-    `elsewhere` stays as it is. Raises StateError on every rank if any of them found another model
-    or could not read."""
+    `elsewhere` stays as it is. An engine that `averages` its weights takes their average too, or
+    begins one at the weights of a checkpoint without; other engines leave it there. Raises
+    StateError on every rank if any of them found another model or could not read."""
     shapes = model_shapes(engine, logical_name)
     shapes = {name: shape for name, shape in shapes.items() if not elsewhere(name)}
     # Checked on all ranks before any of them changes its engine. A rank that failed alone would
     # leave the others in the collectives that follow.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
-    runtime.together(lambda: _read(engine, checkpoint, logical_name, elsewhere))
+    runtime.together(lambda: _read(engine, checkpoint, logical_name, elsewhere, averages=averages))
     _round_from_masters(engine)
     counts = checkpoint.state["engine"]
     for count in _COUNTS:
@@ -188,6 +191,25 @@ def load_weights(
     _round_from_masters(engine)
 
 
+@contextlib.contextmanager
+def averaged(engine: Any) -> Iterator[None]:
+    """Puts the average of an engine that has one into the place of its weights, for a forward pass
+    inside the context, and afterwards the weights back, bit by bit; collective, between two
+    optimizer steps. An error inside must come on every rank."""
+    _use_other_weights(engine)
+    try:
+        yield
+    finally:
+        _use_other_weights(engine)
+
+
+def _use_other_weights(engine: Any) -> None:
+    swap_average(engine)
+    _round_from_masters(engine)
+    if engine.pipeline_parallelism:  # the masters of both embeddings may differ in the last bits
+        engine.module.align_embeddings()
+
+
 def load_module(
     module: torch.nn.Module,
     checkpoint: CheckpointFile,
@@ -196,10 +218,10 @@ def load_module(
     others: Container[str] = (),
     elsewhere: Elsewhere = _nowhere,
 ) -> None:
-    """Fills a plain module, with all experts in this process, from the float32 master weights. The
-    module is on any device, of any float type, and read one tensor at a time. `logical_name`,
-    `others` and `elsewhere` are as in `load_engine`. Raises StateError if names or shapes
-    differ."""
+    """Fills a plain module, with all experts in this process, from the float32 master weights, or
+    from their average if `checkpoint` was opened for it. The module is on any device, of any float
+    type, and read one tensor at a time. `logical_name`, `others` and `elsewhere` are as in
+    `load_engine`. Raises StateError if names or shapes differ."""
     tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
     tensors = {name: tensor for name, tensor in tensors.items() if not elsewhere(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -371,7 +393,12 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
 
 
 def _read(
-    engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName, elsewhere: Elsewhere
+    engine: Any,
+    checkpoint: CheckpointFile,
+    logical_name: LogicalName,
+    elsewhere: Elsewhere,
+    *,
+    averages: bool,
 ) -> None:
     """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
@@ -409,7 +436,7 @@ def _read(
             part.master.grad = gradient
     for partition in parts:
         state = engine.optimizer.optimizer.state.get(partition.master, {})
-        _read_partition(state, partition, checkpoint)
+        _read_partition(state, partition, checkpoint, averages=averages)
     if not is_untrained:
         for of, span, square in _neuron_rows(engine.optimizer.optimizer):
             square.copy_(checkpoint.read(of.name, NEURON_SQUARE, span))
@@ -449,19 +476,31 @@ def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) 
 
 
 def _read_partition(
-    state: dict[str, Any], partition: Partition, checkpoint: CheckpointFile
+    state: dict[str, Any], partition: Partition, checkpoint: CheckpointFile, *, averages: bool
 ) -> None:
     """Fills the masters of one partition and their `state`, which the optimizer has created. Raises
     StateError if another kind of optimizer, or other parameter groups, saved the checkpoint."""
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
+    kept = [kind for kind in state if kind not in AVERAGE_KINDS]
     for name in partition.names:
-        saved = set(checkpoint.kinds(name)) - {"param", NEURON_SQUARE}
-        if saved != set(state):
+        saved = set(checkpoint.kinds(name)) - {"param", NEURON_SQUARE, *AVERAGE_KINDS}
+        if saved != set(kept):
             raise StateError(
                 f"{checkpoint.path}: {name} was saved with optimizer state {sorted(saved)}, this "
-                f"optimizer keeps {sorted(state)}. Resume with the optimizer that it was saved with"
+                f"optimizer keeps {sorted(kept)}. Resume with the optimizer that it was saved with"
             )
-    for kind, value in {"param": partition.master, **state}.items():
+    _fill(["param", *kept], state, partition, checkpoint)
+    if averages and state:  # none before the first step, when the optimizer has no state either
+        begin_average(state, partition.master)
+        _fill(AVERAGE_KINDS if checkpoint.has_average else (), state, partition, checkpoint)
+
+
+def _fill(
+    kinds: Iterable[str], state: dict[str, Any], partition: Partition, checkpoint: CheckpointFile
+) -> None:
+    """Reads kinds of one partition in place: its master, and what is in its `state`."""
+    for kind in kinds:
+        value = partition.master if kind == "param" else state[kind]
         if torch.is_tensor(value) and value.shape == partition.master.shape:
             for piece in partition.pieces:  # padding between them stays as it is
                 target = value.detach().narrow(0, piece.offset, piece.span.numel)

@@ -79,6 +79,11 @@ _RULES = {
         "refused in Stage A; may change in Stage B",
         lambda resumed: resumed.stage == "a",
     ),
+    "training.ema_decay": Rule(
+        "free",
+        "may change: an average that is turned on begins at the weights of the checkpoint, one "
+        "that is turned off is dropped, both with a warning",
+    ),
     "training.micro_batch_size": _FREE,
     "training.deterministic": _FREE,
     "training.activation_checkpointing": _FREE,

@@ -26,6 +26,7 @@ from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
+from cdrmix.optimizers.average import keep_average
 from cdrmix.optimizers.muon import Muon
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
@@ -41,10 +42,12 @@ def start_engine(
     topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] | None = None,
+    averages: bool = True,
 ) -> Any:
     """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON.
 
-    `optimizer` makes it; None: Stage A's, as configured.
+    `optimizer` makes it; None: Stage A's, as configured. It keeps an average of the weights with
+    `training.ema_decay`, unless `averages` is false.
     """
     deepspeed = runtime.import_deepspeed()
     # DeepSpeed's pipeline builds its own grid. The stages of a frozen backbone are unknown to
@@ -70,6 +73,8 @@ def start_engine(
         join(engine, made, config)
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+    if averages and config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     return engine
 
 

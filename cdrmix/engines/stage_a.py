@@ -35,12 +35,14 @@ from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
+from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.optimizers.average import has_average
 from cdrmix.optimizers.muon import Muon
 from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
@@ -49,6 +51,8 @@ from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
+
+logger = get_logger(__name__)
 
 
 class RouterMeasures(NamedTuple):
@@ -241,15 +245,23 @@ _ROUTER_METRICS = (
     "moe/z_loss",
 )
 
+
+def _warn(reader: CheckpointFile, what: str) -> None:
+    if runtime.rank() == 0:
+        logger.warning("warning: %s: %s", reader.path, what)
+
+
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
 
 
 def _tokens_between(config: Config) -> int:
-    """Most tokens that an evaluation between steps reads."""
+    """Most tokens that an evaluation between steps reads; where there is an average of the weights,
+    it reads them once more with that."""
     share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
-    return int(share * config.training.tokens_per_step)
+    passes = 1 if config.training.ema_decay is None else 2
+    return int(share * config.training.tokens_per_step) // passes
 
 
 class Pretraining(Stage[Batch, StepResult]):
@@ -330,8 +342,10 @@ class Pretraining(Stage[Batch, StepResult]):
         began = time.monotonic()
         evaluation = self.evaluate_now(run, max_tokens=_tokens_between(run.config))
         run.evaluated = (run.step, HeldOutLoss(evaluation.loss, evaluation.tokens))
+        average = self.evaluate_average(run, max_tokens=_tokens_between(run.config))
         return {
             "eval/loss": evaluation.loss,
+            **({} if average is None else {"eval/ema_loss": average.loss}),
             "eval/perplexity": evaluation.perplexity,
             "eval/bits_per_byte": evaluation.bits_per_byte,
             "eval/seconds": time.monotonic() - began,
@@ -360,6 +374,17 @@ class Pretraining(Stage[Batch, StepResult]):
                 with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
                     last = self._evaluate(run, tokens)
         return HeldOutLoss(last.loss, last.tokens)
+
+    def evaluate_average(self, run: Run, *, max_tokens: int) -> Evaluation | None:
+        """Held-out loss of the average of the weights; None where there is none (yet)."""
+        if run.config.training.ema_decay is None or not has_average(run.engine):
+            return None
+        with (
+            run.heartbeat.phase("evaluating"),
+            run.wall_time.spent("evaluation"),
+            engine_state.averaged(run.engine),
+        ):
+            return self._evaluate(run, max_tokens)
 
     def _evaluate(self, run: Run, max_tokens: int) -> Evaluation:
         return evaluate(
@@ -480,7 +505,8 @@ class Pretraining(Stage[Batch, StepResult]):
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of masters, moments and buffers; with adapters, of them alone."""
+        """This rank's share of masters, moments, average and buffers; with adapters, of them
+        alone."""
         model = run.config.model
         name = logical_name_in(model)
         return engine_state.fragments(run.engine, name, elsewhere=frozen_in(model))
@@ -488,8 +514,18 @@ class Pretraining(Stage[Batch, StepResult]):
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
         model = run.config.model
-        name = logical_name_in(model)
-        engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
+        averages = run.config.training.ema_decay is not None
+        engine_state.load_engine(
+            run.engine,
+            reader,
+            logical_name_in(model),
+            elsewhere=frozen_in(model),
+            averages=averages,
+        )
+        if reader.has_average and not averages:
+            _warn(reader, "its average of the weights is dropped: training.ema_decay is null")
+        if averages and not reader.has_average and reader.state["step"]:
+            _warn(reader, "holds no average of the weights: training.ema_decay begins one there")
         self.samples = list(reader.state["samples"])
         optimizer = run.engine.optimizer.optimizer
         if isinstance(optimizer, Muon):

@@ -92,6 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/operations/cache_write", "times taken", "sum", "rollout"),
     Metric("policy/retrieval_milliseconds", "ms", "sum", "retrieval", deterministic=False),
     Metric("eval/loss", "nats", "sum", "valid token"),
+    Metric("eval/ema_loss", "nats, average of the weights", "sum", "valid token"),
     Metric("eval/perplexity", "exp(nats per token)", "none"),
     Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),
     Metric("eval/seconds", "seconds", "none", deterministic=False),

@@ -6,7 +6,7 @@ equal to the byte:
 
 * each parameter group is one flat buffer, padded to twice the number of ranks that partition it;
 * masters, mean and square, or Muon's momentum, are float32 and partitioned, also where weights
-  are float32 already;
+  are float32 already; so is the average of the weights (optimizers/average.py), where one is kept;
 * bf16 with float32 accumulation under ZeRO-1 uses BF16_Optimizer: float32 gradients of all
   parameters on every rank, besides the bf16 ones of the backward pass;
 * under ZeRO-2 it has a float32 partition; without a separate accumulation type it stores every
@@ -213,11 +213,12 @@ class MemoryModel:
         """Bytes of masters and optimizer state of so many elements in flat partitions.
 
         float32 master and momentum of Muon; master, mean and square of AdamW, which counts its
-        steps in a tensor of each partition.
+        steps in a tensor of each partition; and the average of the masters where one is kept.
         """
+        average = 0 if self.config.training.ema_decay is None else 4 * elements
         if group in self._of_muon:
-            return 8 * elements
-        return 12 * elements + 4 * partitions
+            return 8 * elements + average
+        return 12 * elements + average + 4 * partitions
 
     def _neuron_bytes(self, degrees: Degrees, held: dict[Group, int]) -> int:
         """Bytes of NorMuon's mean squares on a rank: a row's is where its matrix is owned.
