@@ -135,7 +135,14 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    engine: Any, config: Config, topology: Topology, batch: Batch, *, step: int, tokens: float
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    batch: Batch,
+    *,
+    step: int,
+    tokens: float,
+    rate_scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
@@ -145,11 +152,12 @@ def train_step(
             `weights` of the labels if they differ.
         step: steps completed before this one.
         tokens: valid tokens of the global batch, all ranks, or their weight.
+        rate_scale: factor of the schedule's learning rate; see `Health.rate_scale`.
     """
     began = time.perf_counter()
-    # A function of the step alone, and no scheduler with a state to save and restore.
+    # A function of the step and of the run's health, and no scheduler with a state of its own.
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
+        group["lr"] = learning_rate(step, config.training) * rate_scale
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
     micro_batches = [
@@ -276,7 +284,12 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def train_step(self, run: Run, batch: Batch, *, weight: float) -> StepResult:
         """Take one optimizer step."""
-        return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+        return train_step(
+            *(run.engine, run.config, run.topology, batch),
+            step=run.step,
+            tokens=weight,
+            rate_scale=run.health.rate_scale,
+        )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -393,7 +406,8 @@ class Pretraining(Stage[Batch, StepResult]):
         nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
         metrics = {
             "loss": nats / result.tokens,
-            "learning_rate": learning_rate(run.step - 1, training),
+            # Of the step that was taken: its own loss is judged after this.
+            "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **dict(zip(names, means, strict=True)),
