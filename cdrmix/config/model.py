@@ -36,7 +36,7 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta")
+_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta", "mtp")
 
 
 class MoEConfig(Section):
@@ -105,6 +105,15 @@ class MtpConfig(Section):
     """Tokens predicted at each position, the next one included (count)."""
     head: Literal["linear", "block"] = "linear"
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
+
+    @model_validator(mode="after")
+    def _head_is_of_the_kind(self) -> MtpConfig:
+        if self.kind == "deepseek" and self.head != "linear":
+            raise ValueError(
+                f"head = {self.head} is for kind = independent: a deepseek depth has a block "
+                "anyway. Leave it out"
+            )
+        return self
 
 
 class LowRankSizes(NamedTuple):
