@@ -230,7 +230,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
         batch = own_tokens(batch, topology)
         counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
         tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
+        result = train_step(engine, started.config, topology, batch, step=step, weights=[tokens])
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms

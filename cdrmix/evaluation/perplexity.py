@@ -20,10 +20,10 @@ from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.moe import num_statistics
-from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
+from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
-from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
@@ -214,7 +214,8 @@ def _batch_sums(
         sums = [nats.reshape(1), nats.new_tensor(counts)]
     else:
         domains = domains.to(model.device)
-        nats = next_token_nats(model.embedding, output.hidden, labels, domains.float()).double()
+        weights = LabelWeights(sums=domains.float())
+        nats = next_token_losses(model.embedding, output.hidden, labels, weights).nats.double()
         valid = (domains * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
         # The whole is the sum of its parts to the last bits, which a sum in float32 is not.
         sums = [nats.sum().reshape(1), nats.new_tensor(counts), nats, valid]

@@ -39,6 +39,12 @@ class Metric:
 METRICS: tuple[Metric, ...] = (
     Metric("step", "completed optimizer steps", "none"),
     Metric("loss", "nats", "sum", "valid token"),
+    # Under `objectives`: nats of each objective over its own labels, and fim_middle, of the middles
+    # of documents rearranged for infilling, which are a part of fim. `loss` is then over all
+    # labels, whatever they weigh. One of which a step had no label is left out of its line.
+    Metric("objective/*/loss", "nats", "sum", "label of the objective"),
+    Metric("objective/z_loss", "squared logarithm, unweighted", "sum", "label, by its weight"),
+    Metric("objective/total", "weighted sum of these, without the routers' losses", "none"),
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
