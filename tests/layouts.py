@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -33,6 +33,14 @@ TOLERANCE = 1e-5
 EPSILON = 1e-6
 
 
+# Multi-token prediction by its name in a case.
+FURTHER: dict[str, dict[str, Any]] = {
+    "linear": {"kind": "independent", "num_tokens": 3},
+    "block": {"kind": "independent", "num_tokens": 2, "head": "block"},
+    "deepseek": {"kind": "deepseek", "num_tokens": 3},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout and what is trained in it.
@@ -46,6 +54,7 @@ class Case:
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
+        further: `model.mtp`, as kind, head and number of tokens; empty: the next token alone.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -65,6 +74,7 @@ class Case:
     length: int = LENGTH
     packed: bool = False
     weighted: bool = False
+    further: str = ""
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -81,6 +91,7 @@ class Case:
         found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
+        found += [f"mtp {self.further}"] if self.further else []
         return found + ([self.note] if self.note else [])
 
     @property
@@ -127,6 +138,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "vocab_size": VOCABULARY,
         "schedule": "interleave-x",
         "moe": experts if case.moe else None,
+        "mtp": FURTHER[case.further] if case.further else None,
     }
     training = {
         "max_steps": STEPS,
@@ -167,6 +179,18 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
         batch["segment_ids"] = starts.cumsum(1)
     if case.weighted:
         batch["weights"] = torch.rand(labels.shape, generator=source).round(decimals=1) * 2
+    if case.further:
+        num_targets = FURTHER[case.further]["num_tokens"]
+        documents = F.pad(batch.get("segment_ids", torch.zeros_like(labels)), (0, 1), value=-1)
+        documents[:, -1] = documents[:, -2]
+        targets = torch.full((*labels.shape, num_targets), -100)
+        targets[..., 0] = labels
+        for ahead in range(2, num_targets + 1):
+            same = documents[:, ahead:] == documents[:, :-ahead]
+            targets[:, : case.length + 1 - ahead, ahead - 1] = torch.where(
+                same, ids[:, ahead:], -100
+            )
+        batch["targets"] = targets
     return batch
 
 
@@ -215,23 +239,26 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
+    from cdrmix.engines.combination import own_weights, with_further_labels
     from cdrmix.engines.stage_a import train_step
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
     for step in range(first, first + count):
-        rows, batch = global_batch(case, step), {}
-        valid = float(sum_weights(rows["labels"], rows.get("weights")))
+        rows, batch = with_further_labels(global_batch(case, step), started.config), {}
+        valid, *further = own_weights(rows, started.config)
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
-            by_reader = values.view(-1, readers, case.micro_batch, case.length)
+            by_reader = values.view(-1, readers, case.micro_batch, *values.shape[1:])
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
-        counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
+        counted, *own = (n * topology.degrees.data for n in own_weights(batch, started.config))
         tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, weights=[tokens])
-        losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
+        weights = [tokens, *(own if case.broken == "local further mean" else further)]
+        result = train_step(engine, started.config, topology, batch, step=step, weights=weights)
+        nats = result.nats.double() + result.parts.double().sum()
+        losses.append(float(runtime.all_reduce_sum(nats)) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
 
@@ -256,6 +283,7 @@ def wake_blocks() -> None:
     """
     from cdrmix.models.block import Block
     from cdrmix.models.initialize import normal_
+    from cdrmix.models.mtp import LinearHead
 
     asleep = Block.initialize
 
@@ -270,7 +298,11 @@ def wake_blocks() -> None:
             for number, part in enumerate(parts, first):
                 normal_(part, 0.1, seed=1, name=f"{block.layer}.{name}.{number}")
 
+    def initialize_map(head: LinearHead, *, seed: int, name: str, std: float) -> None:
+        normal_(head.map.weight, 0.1, seed=seed, name=name)
+
     Block.initialize = initialize  # type: ignore[method-assign]
+    LinearHead.initialize = initialize_map  # type: ignore[method-assign]
 
 
 def plant(broken: str) -> None:
@@ -304,7 +336,8 @@ def plant(broken: str) -> None:
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
-        "local mean": lambda: None,  # planted in `train`
+        "local mean": lambda: None,  # planted in `run_steps`
+        "local further mean": lambda: None,  # there too
         "local statistics": lambda: setattr(
             exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),

@@ -28,7 +28,14 @@ from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.combination import Batch, Combination, own_weights, weight_names
+from cdrmix.engines.combination import (
+    Batch,
+    Combination,
+    FurtherLabels,
+    own_weights,
+    weight_names,
+    with_further_labels,
+)
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.run import JsonObject, Run, Stage
@@ -78,14 +85,15 @@ def micro_step(
     nats_scale: float,
     segment_ids: Tensor | None = None,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
     `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    embedding = engine.module.embedding
-    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale, weights=weights)
+    known = (output, engine.module.embedding, labels, config, topology)
+    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
 
 
 def loss(
@@ -97,6 +105,7 @@ def loss(
     *,
     nats_scale: float,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
@@ -106,13 +115,16 @@ def loss(
             batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
             mean over all tokens.
         weights: of the labels, [B, T].
+        further: tokens beyond the next one that are predicted too; None: no others.
         output, embedding, config, topology: of this rank.
     """
-    head = next_token_losses(embedding, output.hidden, labels, weights)
+    if further is None:
+        head = next_token_losses(embedding, output.hidden, labels, weights)
+    else:
+        head = further.losses(output.hidden, labels, weights)
     loss = head.loss * nats_scale
     moe = config.model.moe
-    statistics = output.router_statistics
-    router = None
+    statistics, router = output.router_statistics, None
     if moe is not None and statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         per_token = mean_over_ranks(statistics, topology) / labels.numel()
@@ -122,7 +134,7 @@ def loss(
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    nats = head.loss.detach() if weights.sums is None else head.nats.sum()
+    nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
     parts = torch.cat([head.nats, head.squares])
     return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, router)
 
@@ -162,7 +174,7 @@ def train_step(
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step, config.training)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    combination = Combination(config, weights)
+    combination = Combination(config, weights, step=step)
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
@@ -170,12 +182,14 @@ def train_step(
     if topology.degrees.pipeline > 1:
         parts = _pass_through_stages(engine, config, topology, micro_batches, combination)
     else:
+        scale = _nats_scale(combination, topology, micro_batches)
         for inputs in micro_batches:
             part = micro_step(
                 *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                nats_scale=_nats_scale(combination, topology, micro_batches),
+                nats_scale=scale,
                 segment_ids=inputs.get("segment_ids"),
                 weights=combination.label_weights(inputs),
+                further=combination.further_labels(inputs, engine.module),
             )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
@@ -220,6 +234,7 @@ def _pass_through_stages(
             *(output, embedding, inputs["labels"], config, topology),
             nats_scale=_nats_scale(combination, topology, micro_batches),
             weights=combination.label_weights(inputs),
+            further=combination.further_labels(inputs, pipeline.stage),
         )
         parts.append(part)
         return part.loss
@@ -288,6 +303,7 @@ class Pretraining(Stage[Batch, StepResult]):
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
             fim_ids=fim_ids(corpus.tokenizer) if config.objectives is not None else None,
+            num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
@@ -296,7 +312,7 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        return own_tokens(self.loader.next(), run.topology)
+        return own_tokens(with_further_labels(self.loader.next(), run.config), run.topology)
 
     def weights(self, run: Run, batch: Batch) -> list[float]:
         """Valid tokens of this rank's share, or their weight, or tokens of each kind."""

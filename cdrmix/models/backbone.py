@@ -94,7 +94,14 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
         self.final_norm = rms_norm(config)
         # Not a part of `forward`: the loss and speculative decoding ask for further tokens.
-        self.mtp = None if config.mtp is None else FurtherTokens(config, block)
+        self.mtp: FurtherTokens | None = None
+        if config.mtp is not None:
+            self.mtp = FurtherTokens(
+                config,
+                block,
+                activation_checkpointing=activation_checkpointing,
+                sequence_checkpoint_tokens=sequence_checkpoint_tokens,
+            )
 
     def forward(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
         """Computes the hidden states of every position of `input_ids`, [B, T], int64."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.model import ModelConfig, MtpConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.attention import AttentionState
 from cdrmix.models.block import Block, BlockState, rms_norm
 from cdrmix.models.initialize import normal_
@@ -29,16 +29,6 @@ from cdrmix.models.recompute import run_blocks
 
 # (sizes of the model, number of the layer) -> block
 MakeBlock = Callable[[ModelConfig, int], Block]
-
-
-class Recomputation(NamedTuple):
-    """What of a block is recomputed in the backward pass; see `run_blocks`."""
-
-    recompute: bool = False
-    sequence_checkpoint_tokens: int | None = None
-
-
-KEEP_ALL = Recomputation()
 
 
 class LinearHead(nn.Module):
@@ -114,11 +104,18 @@ class FurtherTokens(nn.ModuleDict):
     Args:
         model: sizes, with the section mtp.
         block: makes a block from sizes and the number of its layer.
+        activation_checkpointing, sequence_checkpoint_tokens: of the blocks; see `run_blocks`.
     """
 
-    def __init__(self, model: ModelConfig, block: MakeBlock) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        block: MakeBlock,
+        *,
+        activation_checkpointing: bool = False,
+        sequence_checkpoint_tokens: int | None = None,
+    ) -> None:
         assert model.mtp is not None, "a model with multi-token prediction"
-        self.settings: MtpConfig = model.mtp
         sizes = block_sizes(model)
         parts: dict[str, nn.Module] = {}
         for place in range(2, model.mtp.num_tokens + 1):
@@ -130,6 +127,8 @@ class FurtherTokens(nn.ModuleDict):
             else:
                 parts[str(place)] = LinearHead(model)
         super().__init__(parts)
+        self.activation_checkpointing = activation_checkpointing
+        self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
 
     def forward(
         self,
@@ -137,7 +136,6 @@ class FurtherTokens(nn.ModuleDict):
         targets: Tensor,
         embed: Callable[[Tensor], Tensor],
         segment_ids: Tensor | None,
-        recomputation: Recomputation = KEEP_ALL,
     ) -> list[Tensor]:
         """Computes what the head is to score for each further token, n - 1 times [B, T, D].
 
@@ -157,7 +155,12 @@ class FurtherTokens(nn.ModuleDict):
                 # Without a token of the same document the position has no target either.
                 x = part.pair(hidden, embed(targets[..., place - 2].clamp(min=0)))
             x, *_ = run_blocks(
-                [part.block], x, None, segment_ids=segment_ids, **recomputation._asdict()
+                [part.block],
+                x,
+                None,
+                segment_ids=segment_ids,
+                recompute=self.activation_checkpointing,
+                sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
             )
             if isinstance(part, Depth):
                 hidden = x

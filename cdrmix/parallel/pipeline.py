@@ -83,7 +83,12 @@ class PipelineStage(nn.Module):
         if topology.is_last_stage:
             self.final_norm = rms_norm(model)
             if model.mtp is not None:  # beside the copy of the embedding, which its depths read
-                self.mtp = FurtherTokens(model, block)
+                self.mtp = FurtherTokens(
+                    model,
+                    block,
+                    activation_checkpointing=plan.activation_checkpointing,
+                    sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
+                )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """Runs a micro-batch of training through this stage.
