@@ -251,6 +251,20 @@ class ModelConfig(Section):
         """
         return self.kind == "rwkx" and self.moe is not None
 
+    def further_blocks(self) -> ModelConfig:
+        """Sizes of the blocks that predict further tokens: Transformer blocks with a dense
+        feed-forward, above the layers, with numbers, and so initial values, of their own."""
+        assert self.mtp is not None, "a model with multi-token prediction"
+        return self.model_copy(
+            update={
+                "num_layers": self.num_layers + self.mtp.num_tokens - 1,
+                "schedule": "interleave-x",
+                "transformer_fraction": 1.0,
+                "moe": None,
+                "mtp": None,
+            }
+        )
+
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"

@@ -81,23 +81,6 @@ class Depth(nn.Module):
         normal_(self.projection.weight, std, seed=seed, name=f"{name}.projection")
 
 
-def block_sizes(model: ModelConfig) -> ModelConfig:
-    """Sizes of the blocks of multi-token prediction: Transformer blocks above the model's layers.
-
-    They have numbers of their own, from `num_layers` on, and by them initial values of their own.
-    """
-    assert model.mtp is not None, "a model with multi-token prediction"
-    return model.model_copy(
-        update={
-            "num_layers": model.num_layers + model.mtp.num_tokens - 1,
-            "schedule": "interleave-x",
-            "transformer_fraction": 1.0,
-            "moe": None,
-            "mtp": None,
-        }
-    )
-
-
 class FurtherTokens(nn.ModuleDict):
     """Heads or depths of a model by the place of the token that they predict: `2` to `n`.
 
@@ -116,7 +99,7 @@ class FurtherTokens(nn.ModuleDict):
         sequence_checkpoint_tokens: int | None = None,
     ) -> None:
         assert model.mtp is not None, "a model with multi-token prediction"
-        sizes = block_sizes(model)
+        sizes = model.further_blocks()
         parts: dict[str, nn.Module] = {}
         for place in range(2, model.mtp.num_tokens + 1):
             layer = model.num_layers + place - 2
