@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.data.document import KINDS
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -31,6 +32,8 @@ TOLERANCE = 1e-5
 # router probabilities were off by 1e-6 to 5e-6, on plain data ranks too. With 1e-6 all weights
 # stay within 5e-6.
 EPSILON = 1e-6
+# One weighs nothing. Without its share in the gradient, a wrong z-loss would not show.
+OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
 
 
 # Multi-token prediction by its name in a case.
@@ -55,6 +58,7 @@ class Case:
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
         further: `model.mtp`, as kind, head and number of tokens; empty: the next token alone.
+        objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -75,6 +79,7 @@ class Case:
     packed: bool = False
     weighted: bool = False
     further: str = ""
+    objectives: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -92,6 +97,7 @@ class Case:
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
         found += [f"mtp {self.further}"] if self.further else []
+        found += ["objectives"] if self.objectives else []
         return found + ([self.note] if self.note else [])
 
     @property
@@ -162,6 +168,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         },
         training=training | case.training,
         data={"path": "none"},
+        objectives=OBJECTIVES if case.objectives else None,
     )
 
 
@@ -191,6 +198,12 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
                 same, ids[:, ahead:], -100
             )
         batch["targets"] = targets
+    if case.objectives:
+        # The later a row, the rarer is text, of which the last rows have none.
+        others = torch.randint(1, len(KINDS), labels.shape, generator=source)
+        place = torch.rand(labels.shape, generator=source) * GLOBAL_BATCH
+        is_text = place > torch.arange(GLOBAL_BATCH).unsqueeze(1) + 3
+        batch["kinds"] = others.masked_fill(is_text, 0).to(torch.uint8)
     return batch
 
 
@@ -239,26 +252,45 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines.combination import own_weights, with_further_labels
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines import stage_a
+    from cdrmix.engines.combination import Combination, own_weights, with_further_labels
+    from cdrmix.engines.further_labels import further_names
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
     for step in range(first, first + count):
         rows, batch = with_further_labels(global_batch(case, step), started.config), {}
-        valid, *further = own_weights(rows, started.config)
+        weights = own_weights(rows, started.config)
+        valid = sum(weights[: len(weights) - len(further_names(started.config))])
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
             by_reader = values.view(-1, readers, case.micro_batch, *values.shape[1:])
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
-        counted, *own = (n * topology.degrees.data for n in own_weights(batch, started.config))
-        tokens = counted if case.broken == "local mean" else valid
-        weights = [tokens, *(own if case.broken == "local further mean" else further)]
-        result = train_step(engine, started.config, topology, batch, step=step, weights=weights)
-        nats = result.nats.double() + result.parts.double().sum()
-        losses.append(float(runtime.all_reduce_sum(nats)) / valid)
+        own = [topology.degrees.data * count for count in own_weights(batch, started.config)]
+        if case.broken == "local mean":
+            weights = own
+        if case.broken == "local further mean":
+            weights = [weights[0], *own[1:]]
+        if case.broken == "local z":
+
+            def with_local_z(
+                config: Config, weights: Any, step: int, own: Any = own
+            ) -> Combination:
+                combination = Combination(config, weights, step=step)
+                combination._worth = Combination(config, own, step=step)._worth
+                return combination
+
+            stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
+        result = stage_a.train_step(
+            *(engine, started.config, topology, batch), step=step, weights=weights
+        )
+        # Nats of further tokens are behind those of the kinds, squares behind both.
+        end = len(result.parts) // 2
+        further = result.parts[end - len(further_names(started.config)) : end]
+        nats = runtime.all_reduce_sum(result.nats.double() + further.double().sum())
+        losses.append(float(nats) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
 
@@ -338,6 +370,7 @@ def plant(broken: str) -> None:
         "": lambda: None,
         "local mean": lambda: None,  # planted in `run_steps`
         "local further mean": lambda: None,  # there too
+        "local z": lambda: None,  # likewise
         "local statistics": lambda: setattr(
             exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),

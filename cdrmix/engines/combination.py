@@ -12,22 +12,27 @@ of a factor such as 1 / Z would vanish before DeepSpeed scales them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.objectives import further_weights
 from cdrmix.config.schema import Config
-from cdrmix.data.document import KINDS
-from cdrmix.models.backbone import TokenEmbedding
-from cdrmix.models.mtp import FurtherTokens
+from cdrmix.data.document import KINDS, ROLES, fim_ids
+from cdrmix.data.remote import remote_files
+from cdrmix.data.token_dataset import Permutation
+from cdrmix.engines.further_labels import FurtherLabels, Predicts, further_names
+from cdrmix.engines.training_data import Corpus
+from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import member_name
-from cdrmix.objectives.language_model import IGNORED_LABEL, HeadLoss, LabelWeights, sum_weights
-from cdrmix.parallel.zero3 import next_token_losses
+from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
 
+logger = get_logger(__name__)
+
+CHAIN_PARTS = ROLES[1:]
+_LOOKED_AT = 64  # samples, for the documents that are in them
 # Tensors of a batch by the names that `Loader` gives them.
 Batch = dict[str, Tensor]
 
@@ -45,12 +50,6 @@ def weight_names(config: Config) -> tuple[str, ...]:
     """
     of_next = ("tokens",) if config.objectives is None else KINDS
     return (*of_next, *further_names(config))
-
-
-def further_names(config: Config) -> tuple[str, ...]:
-    """Names of the further tokens that a model predicts, from the second on."""
-    mtp = config.model.mtp
-    return () if mtp is None else tuple(f"mtp_{place}" for place in range(2, mtp.num_tokens + 1))
 
 
 def own_weights(batch: Batch, config: Config) -> list[float]:
@@ -87,61 +86,36 @@ def with_further_labels(batch: Batch, config: Config) -> Batch:
     return batch | {"further_labels": further}
 
 
-class Predicts(Protocol):
-    """What a loss of further tokens needs of a model, or of the last pipeline stage."""
+def describe_objectives(config: Config, corpus: Corpus) -> None:
+    """Log the objectives of a run, and warn of those that its training data have no tokens of."""
+    if config.objectives is None:
+        return
+    weights = config.objectives.model_dump(exclude_none=True)
+    parts = ", ".join(f"{name} {weight}" for name, weight in weights.items())
+    logger.info("objectives: %s", parts)
+    shards = [shard for shard in corpus.manifest.shards if shard.split == "train"]
+    missing = {}
+    if not any(shard.roles for shard in shards):
+        missing = dict.fromkeys(CHAIN_PARTS, "a chain of thought (chain_of_thought of a source)")
+    if not _has_fim(corpus):
+        missing["fim"] = "a document rearranged for infilling (fim)"
+    for name, weight in config.objectives.chosen().items():
+        if name in missing:
+            logger.warning(
+                "warning: objectives.%s = %s has no effect: %s does not hold %s. Build data with "
+                "it, see docs/objectives.md, or leave the weight out",
+                *(name, weight, corpus.folder, missing[name]),
+            )
 
-    @property
-    def embedding(self) -> TokenEmbedding: ...
-    @property
-    def mtp(self) -> FurtherTokens | None: ...
 
-
-@dataclass(frozen=True)
-class FurtherLabels:
-    """Tokens beyond the next one that a micro-batch is to predict.
-
-    Attributes:
-        model: that predicts them.
-        targets: next n tokens of each position, [B, T, n]; -100 where there is none.
-        labels: of the tokens 2 to n, [B, T, n - 1]; -100 is not learned.
-        factors: on the nats of the labels of each further token.
-        segment_ids: document of each token; None: a sample is one.
-    """
-
-    model: Predicts
-    targets: Tensor
-    labels: Tensor
-    factors: Sequence[float]
-    segment_ids: Tensor | None
-
-    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
-        """Computes `next_token_losses` with the further tokens: in one call, so that the gradient
-        of the head is formed once, and ZeRO-3 gathers it once.
-
-        Of the heads the first is the model's own. Reported sums: those of `weights`, then one for
-        each further token.
-        """
-        assert self.model.mtp is not None, "labels of a model that predicts them"
-        embedding = self.model.embedding
-        further = self.model.mtp(hidden, self.targets, embedding, self.segment_ids)
-        of_next = torch.ones_like(labels, dtype=torch.float32)
-        nats = [of_next if weights.nats is None else weights.nats]
-        nats += [torch.full_like(nats[0], factor) for factor in self.factors]
-        squares = weights.squares
-        if squares is not None:
-            squares = F.pad(squares.unsqueeze(0), (*[0] * 2 * labels.dim(), 0, len(further)))
-        own = 0 if weights.sums is None else weights.sums.shape[-1]
-        sums = nats[0].new_zeros(len(nats), *labels.shape, own + len(further))
-        if weights.sums is not None:
-            sums[0, ..., :own] = weights.sums
-        for number in range(len(further)):
-            sums[1 + number, ..., own + number] = 1.0
-        return next_token_losses(
-            embedding,
-            torch.stack([hidden, *further]),
-            torch.cat([labels.unsqueeze(0), self.labels.movedim(-1, 0)]),
-            LabelWeights(torch.stack(nats), squares, sums, heads=len(nats)),
-        )
+def _has_fim(corpus: Corpus) -> bool:
+    """Tells if some of the training samples have a document rearranged for infilling."""
+    ids = fim_ids(corpus.tokenizer)
+    if not ids or remote_files(corpus.folder) is not None:  # a shard may be hours away
+        return bool(ids)
+    count = min(_LOOKED_AT, corpus.train.num_samples)
+    samples = Permutation(corpus.train.num_samples, (0,))(np.arange(count, dtype=np.int64))
+    return bool(np.isin(corpus.train.rows(samples), ids).any())
 
 
 class Combination:

@@ -179,10 +179,10 @@ def train_step(
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
+    scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, combination)
+        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
-        scale = _nats_scale(combination, topology, micro_batches)
         for inputs in micro_batches:
             part = micro_step(
                 *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
@@ -209,18 +209,13 @@ def train_step(
     )
 
 
-def _nats_scale(
-    combination: Combination, topology: Topology, micro_batches: Sequence[Batch]
-) -> float:
-    return combination.nats_scale(topology.degrees.data * len(micro_batches))
-
-
 def _pass_through_stages(
     engine: Any,
     config: Config,
     topology: Topology,
     micro_batches: list[Batch],
     combination: Combination,
+    nats_scale: float,
 ) -> list[MicroStep]:
     """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
@@ -232,7 +227,7 @@ def _pass_through_stages(
         embedding = pipeline.stage.embedding
         part = loss(
             *(output, embedding, inputs["labels"], config, topology),
-            nats_scale=_nats_scale(combination, topology, micro_batches),
+            nats_scale=nats_scale,
             weights=combination.label_weights(inputs),
             further=combination.further_labels(inputs, pipeline.stage),
         )
@@ -283,6 +278,8 @@ class Pretraining(Stage[Batch, StepResult]):
         self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
         self.forgetting: Forgetting | None = None
         data = config.data
+        # Kinds of tokens are told apart for objectives alone.
+        self.fim_ids = fim_ids(corpus.tokenizer) if config.objectives is not None else None
         if config.cpt is not None and old is not None:
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
@@ -302,7 +299,7 @@ class Pretraining(Stage[Batch, StepResult]):
             window_samples=data.window_samples if data.order == "windowed" else None,
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
-            fim_ids=fim_ids(corpus.tokenizer) if config.objectives is not None else None,
+            fim_ids=self.fim_ids,
             num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
             prefetch=data.prefetch_batches,
         )
@@ -346,6 +343,10 @@ class Pretraining(Stage[Batch, StepResult]):
                 member_name("eval/domain/*/loss", each.domain): each.loss
                 for each in evaluation.domains
             },
+            **{
+                member_name("eval/objective/*/loss", each.objective): each.loss
+                for each in evaluation.objectives
+            },
         }
 
     def comparable(self, run: Run, last: Evaluation) -> HeldOutLoss:
@@ -371,6 +372,7 @@ class Pretraining(Stage[Batch, StepResult]):
             max_tokens=max_tokens,
             batch_size=run.plan.micro_batch_size,
             segment_documents=run.config.data.segment_documents,
+            fim_ids=self.fim_ids,
             topology=run.topology,
         )
 

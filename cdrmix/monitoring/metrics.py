@@ -97,6 +97,8 @@ METRICS: tuple[Metric, ...] = (
     # By domain, for data sets of more than one. A domain of which nothing was evaluated, or drawn,
     # is left out of a line.
     Metric("eval/domain/*/loss", "nats", "sum", "valid token of the domain"),
+    # By objective, where held-out documents are more than text.
+    Metric("eval/objective/*/loss", "nats", "sum", "valid token of the objective"),
     Metric("data/domain/*/samples", "samples trained on, mixtures and replay only", "none"),
     # Continual pre-training: held-out loss, and its change since before the first step. Of several
     # folders of old data the first are means over the folders, and those by name follow.
