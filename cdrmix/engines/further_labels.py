@@ -26,7 +26,7 @@ def further_names(config: Config) -> tuple[str, ...]:
 
 
 class Predicts(Protocol):
-    """What a loss of further tokens needs of a model, or of the last pipeline stage."""
+    """Model, or last pipeline stage, as a loss of further tokens needs it."""
 
     @property
     def embedding(self) -> TokenEmbedding: ...

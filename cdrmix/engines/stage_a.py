@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -118,10 +119,8 @@ def loss(
         further: tokens beyond the next one that are predicted too; None: no others.
         output, embedding, config, topology: of this rank.
     """
-    if further is None:
-        head = next_token_losses(embedding, output.hidden, labels, weights)
-    else:
-        head = further.losses(output.hidden, labels, weights)
+    losses_of = partial(next_token_losses, embedding) if further is None else further.losses
+    head = losses_of(output.hidden, labels, weights)
     loss = head.loss * nats_scale
     moe = config.model.moe
     statistics, router = output.router_statistics, None
@@ -224,9 +223,8 @@ def _pass_through_stages(
 
     def objective(output: Output) -> Tensor:  # called for each micro-batch in order
         inputs = next(coming)
-        embedding = pipeline.stage.embedding
         part = loss(
-            *(output, embedding, inputs["labels"], config, topology),
+            *(output, pipeline.stage.embedding, inputs["labels"], config, topology),
             nats_scale=nats_scale,
             weights=combination.label_weights(inputs),
             further=combination.further_labels(inputs, pipeline.stage),

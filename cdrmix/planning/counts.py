@@ -90,6 +90,11 @@ def _backbone(model: ModelConfig) -> Iterator[Parameter]:
     yield from further_parameters(model)
 
 
+def is_further(name: str) -> bool:
+    """Tells if a logical name is of a part that predicts further tokens."""
+    return name.startswith("mtp.")
+
+
 def further_parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Parameters that predict further tokens (`models/mtp.py`), in the order of the module."""
     if model.mtp is None:
