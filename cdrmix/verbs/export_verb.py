@@ -100,7 +100,7 @@ def _write(arguments: argparse.Namespace) -> None:
         parts = ", ".join(stage_b)
         print(f"The run's parts of Stage B ({parts}) are left out: this format has no place for it")
     if FURTHER in exported.left_out:
-        print("What predicts further tokens (model.mtp) is left out: this format has no place for it")
+        print("The parts for further tokens (model.mtp) are left out: this format has none")
     if exported.is_widened:
         print("Written at twice the width: LayerNorm then gives RMSNorm (docs/models.md, Formats)")
     print(
