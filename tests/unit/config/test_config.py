@@ -299,6 +299,14 @@ def test_a_wrong_override_names_itself_and_what_is_allowed(override: str, told: 
         (["training.max_steps=null"], "give max_steps or total_tokens"),
         (["training.min_learning_rate=1"], "min_learning_rate = 1.0 is above learning_rate"),
         (["training.stage=b"], "needs a reasoning variant"),
+        (
+            ["objectives.thought=2", "data.token_weights.prompt=0"],
+            "objectives and data.token_weights both weigh tokens",
+        ),
+        (
+            [f"objectives.{name}=0" for name in ("text", "fim", "thought", "answer")],
+            "text, fim, prompt, thought and answer are all 0",
+        ),
     ],
 )
 def test_an_impossible_pair_names_both_and_the_overrides(overrides: list, told: str) -> None:
