@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Case:
     Attributes:
         degrees: parallel degrees, of which the data degree is `data`.
         accumulation: micro-steps per step.
-        optimizer: adamw or sgd, which shows a wrong scale of gradients.
+        optimizer: adamw, muon, or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
@@ -62,6 +62,7 @@ class Case:
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
+        settings: changes of the optimizer section.
         zero: changes of the profile's `zero_optimization`.
         note: what these changes come to.
     """
@@ -83,6 +84,7 @@ class Case:
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     note: str = ""
 
@@ -115,7 +117,8 @@ class Case:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
+        changes = self.model | self.training | self.settings
+        kind += [f"{name}={value}" for name, value in changes.items()]
         made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
 
@@ -128,11 +131,13 @@ class Trained:
         losses: nats per token of each step.
         norms: gradient norm of each step, before clipping.
         parameters: final master weights by logical name, whole.
+        averages: their averages likewise; empty where none are kept.
     """
 
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
 
 
 def make_config(case: Case, *, seed: int = 1234) -> Config:
@@ -153,7 +158,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "micro_batch_size": case.micro_batch,
         "sequence_length": case.length,
         "precision": "fp32",
-        "learning_rate": 3e-3 if case.optimizer == "adamw" else 0.3,
+        "learning_rate": {"adamw": 3e-3, "muon": 1e-2, "sgd": 0.3}[case.optimizer],
         "min_learning_rate": 1e-3,
         "warmup_steps": 2,
         "gradient_clipping": 0.5,
@@ -167,6 +172,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
             for axis in ("data", "tensor", "pipeline", "sequence", "expert")
         },
         training=training | case.training,
+        optimizer={"kind": "muon" if case.optimizer == "muon" else "adamw"} | case.settings,
         data={"path": "none"},
         objectives=OBJECTIVES if case.objectives else None,
     )
@@ -238,14 +244,13 @@ class Started:
 def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.optimizers.adamw import adamw
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)
     plan = make_plan(case, config)
     topology = make_topology(plan.degrees)
-    made = {"adamw": adamw, "sgd": sgd}[case.optimizer]
     model = build_model(config, plan, topology)
+    made = sgd if case.optimizer == "sgd" else None
     engine = start_engine(model, config, plan, topology, optimizer=made)
     return Started(case, config, topology, engine)
 
@@ -295,16 +300,16 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
     return losses, norms
 
 
-def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
-    """Losses, gradient norms and master weights as this rank sees them."""
+def train(case: Case) -> tuple[list[float], list[float], list[Any], list[Any]]:
+    """Losses, gradient norms, master weights and their averages as this rank sees them."""
     runtime.initialize_distributed()
     wake_blocks()
     plant(case.broken)
     started = start(case)
     losses, norms = run_steps(started)
-    held = _masters(started.engine)
+    held = [_held(started.engine, kind) for kind in ("param", "ema")]
     runtime.destroy_distributed()
-    return losses, norms, held
+    return losses, norms, *held
 
 
 def wake_blocks() -> None:
@@ -342,6 +347,7 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
+    from cdrmix.optimizers import average, muon_layout
     from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -364,6 +370,20 @@ def plant(broken: str) -> None:
 
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
+
+    def not_exchanged(_: Any, __: Any, sent: Any, sizes: Any) -> Any:
+        """Zeros in place of the pieces of a matrix that other ranks hold."""
+        return [iter([torch.zeros(size) for size in of_rank]) for of_rank in sizes]
+
+    def averages_apart() -> None:
+        """Let the last rank's part of the average forget by another rule."""
+        update, of_last = average._update, {"most": 0.9}
+
+        def apart(*args: Any, **given: Any) -> None:
+            is_last = runtime.rank() == runtime.world_size() - 1
+            update(*args, **(of_last if is_last else given))
+
+        average._update = apart
 
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
@@ -393,6 +413,8 @@ def plant(broken: str) -> None:
         "v_first does not cross": without(1, torch.zeros_like),
         "v_first without gradient": without(1, torch.Tensor.detach),
         "statistics of the last stage": without(2, lambda _: None),
+        "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
+        "averages apart": averages_apart,
         "tied gradients apart": lambda: setattr(
             pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),
@@ -400,19 +422,20 @@ def plant(broken: str) -> None:
     faults[broken]()
 
 
-def _masters(engine: Any) -> list[Any]:
-    """This rank's share of the master weights, in numpy, which pickles without shared memory."""
+def _held(engine: Any, kind: str) -> list[Any]:
+    """This rank's share of the master weights, or of what a checkpoint holds of another kind, in
+    numpy, which pickles without shared memory."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.models.backbone import logical_name
 
     return [
         (part.name, part.shape, part.span, part.values.numpy().copy())
         for part in engine_state.fragments(engine, logical_name)
-        if part.kind == "param"
+        if part.kind == kind
     ]
 
 
-def _whole(held: list[list[Any]]) -> dict[str, torch.Tensor]:
+def _whole(held: Sequence[list[Any]]) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's share; each element must be held once."""
     found: dict[str, torch.Tensor] = {}
     for name, shape, span, values in (part for rank in held for part in rank):
@@ -432,16 +455,23 @@ def _whole(held: list[list[Any]]) -> dict[str, torch.Tensor]:
 def trained(case: Case, *, timeout: float = 120) -> Trained:
     """Train in the case's layout; every rank must see the same numbers."""
     ranks = run_ranks(train, case.world_size, case, timeout=timeout)
-    losses, norms, _ = ranks[0]
-    for rank, (its_losses, its_norms, _) in enumerate(ranks):
+    losses, norms, *_ = ranks[0]
+    for rank, (its_losses, its_norms, *_) in enumerate(ranks):
         assert (its_losses, its_norms) == (losses, norms), f"rank {rank} sees other numbers"
-    return Trained(losses, norms, _whole([held for *_, held in ranks]))
+    *_, masters, averages = zip(*ranks, strict=True)
+    return Trained(losses, norms, _whole(masters), _whole(averages))
 
 
 @functools.cache
 def reference(case: Case) -> Trained:
     """The same micro-steps in one process; `case` must be `in_one_process()`."""
     return trained(case)
+
+
+def unlike(found: Trained, expected: Trained) -> float:
+    """Largest relative difference of a gradient norm or of an average."""
+    norms = deviation(found.norms, expected.norms)
+    return max(norms, distance(found.averages, expected.averages))
 
 
 def deviation(found: list[float], expected: list[float]) -> float:
@@ -453,6 +483,9 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     """Largest difference of a parameter, relative to the norm of what it should be."""
     assert found.keys() == expected.keys()
     return max(
-        float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-3))
-        for name in expected
+        (
+            float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-3))
+            for name in expected
+        ),
+        default=0.0,
     )

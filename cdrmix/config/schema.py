@@ -226,7 +226,8 @@ class TrainingConfig(Section):
     settle_steps: int | None = Field(None, ge=1)
     """Steps behind the warm-up in which infinite falls to hold_learning_rate (optimizer steps)."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Decay of an exponential moving average of the weights, in float32 beside the masters (ratio);
+    """Decay of an exponential moving average of the weights of Stage A, in float32 beside the
+    masters (ratio); smaller in the first steps: n weights go on by (1 + n) / (10 + n) at most.
     null: none is kept."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm (L2); 0 turns clipping off."""
@@ -314,8 +315,8 @@ class CheckpointConfig(Section):
     evaluated."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
-    a rank's share) and written; only the next optimizer step waits for the copy. false: training
-    waits for the disk. null: true if hosts have room for the copy."""
+    a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
+    the copy. false: training waits for the disk. null: true if hosts have room for the copy."""
     replica: str | None = None
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
@@ -323,7 +324,9 @@ class CheckpointConfig(Section):
 
 class EvaluationConfig(Section):
     """Evaluation on held-out data. In a run it reads at most 7 % of the tokens trained on since the
-    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`."""
+    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`. With
+    training.ema_decay it measures the average of the weights too: in a run on half of those tokens,
+    each read twice."""
 
     every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
     final_tokens: int = Field(1_000_000, ge=1)

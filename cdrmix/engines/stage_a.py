@@ -39,22 +39,28 @@ from cdrmix.engines.combination import (
 )
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
+from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.objectives.router import router_losses, router_monitors
-from cdrmix.optimizers.schedule import learning_rate
+from cdrmix.optimizers.average import has_average
+from cdrmix.optimizers.muon import Muon
+from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
+
+logger = get_logger(__name__)
 
 
 class RouterMeasures(NamedTuple):
@@ -171,7 +177,7 @@ def train_step(
     began = time.perf_counter()
     # A function of the step alone, and no scheduler with a state to save and restore.
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
+        group["lr"] = group_rate(step, config.training, group)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     combination = Combination(config, weights, step=step)
     micro_batches = [
@@ -247,15 +253,23 @@ _ROUTER_METRICS = (
     "moe/z_loss",
 )
 
+
+def _warn(reader: CheckpointFile, what: str) -> None:
+    if runtime.rank() == 0:
+        logger.warning("warning: %s: %s", reader.path, what)
+
+
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
 
 
 def _tokens_between(config: Config) -> int:
-    """Most tokens that an evaluation between steps reads."""
+    """Most tokens that an evaluation between steps reads; where there is an average of the weights,
+    it reads them once more with that."""
     share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
-    return int(share * config.training.tokens_per_step)
+    passes = 1 if config.training.ema_decay is None else 2
+    return int(share * config.training.tokens_per_step) // passes
 
 
 class Pretraining(Stage[Batch, StepResult]):
@@ -303,6 +317,7 @@ class Pretraining(Stage[Batch, StepResult]):
         )
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
+        self.check = OptimizerCheck()
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
@@ -317,10 +332,14 @@ class Pretraining(Stage[Batch, StepResult]):
         return own_weights(batch, run.config)
 
     def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
-        """Take one optimizer step."""
-        return train_step(
-            *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
-        )
+        """Take one optimizer step; Muon's first one of a start is checked.
+
+        Raises StateError, on every rank, if Muon does not do what it should.
+        """
+        with self.check.of_step(run.engine, run.config):
+            return train_step(
+                *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
+            )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -332,8 +351,10 @@ class Pretraining(Stage[Batch, StepResult]):
         began = time.monotonic()
         evaluation = self.evaluate_now(run, max_tokens=_tokens_between(run.config))
         run.evaluated = (run.step, HeldOutLoss(evaluation.loss, evaluation.tokens))
+        average = self.evaluate_average(run, max_tokens=_tokens_between(run.config))
         return {
             "eval/loss": evaluation.loss,
+            **({} if average is None else {"eval/ema_loss": average.loss}),
             "eval/perplexity": evaluation.perplexity,
             "eval/bits_per_byte": evaluation.bits_per_byte,
             "eval/seconds": time.monotonic() - began,
@@ -362,6 +383,17 @@ class Pretraining(Stage[Batch, StepResult]):
                 with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
                     last = self._evaluate(run, tokens)
         return HeldOutLoss(last.loss, last.tokens)
+
+    def evaluate_average(self, run: Run, *, max_tokens: int) -> Evaluation | None:
+        """Held-out loss of the average of the weights; None where there is none (yet)."""
+        if run.config.training.ema_decay is None or not has_average(run.engine):
+            return None
+        with (
+            run.heartbeat.phase("evaluating"),
+            run.wall_time.spent("evaluation"),
+            engine_state.averaged(run.engine),
+        ):
+            return self._evaluate(run, max_tokens)
 
     def _evaluate(self, run: Run, max_tokens: int) -> Evaluation:
         return evaluate(
@@ -451,6 +483,9 @@ class Pretraining(Stage[Batch, StepResult]):
             **dict(zip(names, means, strict=True)),
             **self._samples_by_domain(run),
         }
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            metrics["optimizer/spikes"] = optimizer.spikes
         if training.precision == "fp16":
             metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
         return metrics
@@ -479,7 +514,8 @@ class Pretraining(Stage[Batch, StepResult]):
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of masters, moments and buffers; with adapters, of them alone."""
+        """This rank's share of masters, moments, average and buffers; with adapters, of them
+        alone."""
         model = run.config.model
         name = logical_name_in(model)
         return engine_state.fragments(run.engine, name, elsewhere=frozen_in(model))
@@ -487,14 +523,31 @@ class Pretraining(Stage[Batch, StepResult]):
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
         model = run.config.model
-        name = logical_name_in(model)
-        engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
+        averages = run.config.training.ema_decay is not None
+        engine_state.load_engine(
+            run.engine,
+            reader,
+            logical_name_in(model),
+            elsewhere=frozen_in(model),
+            averages=averages,
+        )
+        if reader.has_average and not averages:
+            _warn(reader, "its average of the weights is dropped: training.ema_decay is null")
+        if averages and not reader.has_average and reader.state["step"]:
+            _warn(reader, "holds no average of the weights: training.ema_decay begins one there")
         self.samples = list(reader.state["samples"])
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.load_history(reader.state["muon"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, and the losses on old and new data."""
-        if self.forgetting is None:
-            return {"samples": self.samples}
-        return {"samples": self.samples, "cpt": self.forgetting.state_dict()}
+        """The texts generated so far, losses on old and new data, and Muon's gradient norms."""
+        saved: JsonObject = {"samples": self.samples}
+        if self.forgetting is not None:
+            saved["cpt"] = self.forgetting.state_dict()
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            saved["muon"] = optimizer.history()
+        return saved

@@ -130,6 +130,7 @@ class RwkxRun:
             self._config,
             tokenizer_digest=self._tokenizer_digest,
             left_out=self.left_out,
+            weights=self._reader.weights,
         )
         texts |= {METADATA_FILE: metadata_text(metadata), CARD_FILE: self._card(metadata)}
         return records | {name: write_text(folder / name, text) for name, text in texts.items()}

@@ -49,6 +49,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
+    # Of Muon: their gradients were left out of the momentum of matrices.
+    Metric("optimizer/spikes", "steps, since the start of the run", "none"),
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
@@ -91,6 +93,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/operations/cache_write", "times taken", "sum", "rollout"),
     Metric("policy/retrieval_milliseconds", "ms", "sum", "retrieval", deterministic=False),
     Metric("eval/loss", "nats", "sum", "valid token"),
+    Metric("eval/ema_loss", "nats, average of the weights", "sum", "valid token"),
     Metric("eval/perplexity", "exp(nats per token)", "none"),
     Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),
     Metric("eval/seconds", "seconds", "none", deterministic=False),

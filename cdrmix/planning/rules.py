@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import Combination
+from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
 
 
@@ -391,6 +394,51 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed 0.19.8 runtime/engine.py: only its third stage is given the section",
     ),
     Rule(
+        "muon-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.tensor == "refuse"
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.kind = muon with parallel.tensor = {x.degrees.tensor}: a tensor rank holds a "
+        "part of a matrix, and the part of an orthogonal matrix is not orthogonal. Try "
+        "parallel.tensor = 1, or optimizer.tensor = blockwise, another algorithm, which "
+        "orthogonalises each rank's part by itself",
+        "Newton-Schulz of a part is not a part of Newton-Schulz",
+    ),
+    Rule(
+        "neuron-norm-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.neuron_norm
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.neuron_norm = true with parallel.tensor = {x.degrees.tensor}: a mean over a "
+        "row would be one over a part of it on each rank. Try parallel.tensor = 1, or "
+        "optimizer.neuron_norm = false",
+        "NorMuon, arXiv 2510.05491: one mean square for each row",
+    ),
+    Rule(
+        "muon-with-adapters",
+        lambda x: x.config.optimizer.kind == "muon" and x.model.lora is not None,
+        "optimizer.kind = muon with model.lora: the factors of an adapter are AdamW's, and no "
+        "matrix would be left to Muon. Try optimizer.kind = adamw",
+        "an orthogonalised factor moves the product of two factors by its square",
+    ),
+    Rule(
+        "muon-of-an-unknown-family",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.model.kind == "hf"
+            and not folder_model(x.model).is_known
+        ),
+        "optimizer.kind = muon with a model of another family than "
+        + ", ".join(TESTED_FAMILIES)
+        + ": nothing tells embedding, routers and convolutions from the matrices that Muon is "
+        "for. Try optimizer.kind = adamw",
+        THIS_VERSION,
+    ),
+    Rule(
         "partly-offloaded",
         lambda x: (
             x.offloads("offload_optimizer")
@@ -450,6 +498,12 @@ WARNINGS: tuple[Rule, ...] = (
             f"training.warmup_steps = {x.training.num_steps // 10}"
         ),
         "linear warm-up, then cosine",
+    ),
+    Rule(
+        "dear-newton-schulz",
+        lambda x: bool(ratio_warning(x.config)),
+        lambda x: ratio_warning(x.config),
+        "5 (4 n^2 m + 2 n^3) FLOPs of an n x m matrix, once a step whatever the batch",
     ),
     Rule(
         "half-precision-on-cpu",

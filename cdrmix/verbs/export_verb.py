@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag
+from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag, add_weights_flag
 
 
 def add_export(verbs: Verbs) -> None:
@@ -31,8 +31,7 @@ def add_export(verbs: Verbs) -> None:
     formats = "hf: Hugging Face transformers (default); fla: flash-linear-attention; gguf: GGUF; "
     formats += "peft: the adapters of model.lora alone"
     flag("--format", choices=("hf", "fla", "gguf", "peft"), help=formats)
-    average = "trained (default), or ema, their average"
-    flag("--weights", choices=("trained", "ema"), help=average)
+    add_weights_flag(parser)
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
     add_base_flag(parser)

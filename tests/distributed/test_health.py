@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
 
     runtime.initialize_distributed()
     wake_blocks()
+    case = replace(case, training=case.training | {"ema_decay": 0.4})
     spoilt, clean = start_case(case), start_case(case)
     factor = 1.0
     parameters = list(spoilt.engine.module.parameters())
@@ -56,6 +58,8 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
         parameters[-1].register_hook(lambda gradient: gradient * factor)
     run_steps(spoilt, count=2)
     before, skipped = held_by(spoilt.engine), spoilt.engine.skipped_steps
+    kinds = {name.partition(" ")[0] for name in before}
+    assert kinds >= {"param", "exp_avg", "ema"}
     factor = float("nan")
     run_steps(spoilt, first=2, count=1)
     factor = 1.0
@@ -70,7 +74,7 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
 
 
 def held_by(engine: Any) -> dict[str, torch.Tensor]:
-    """Master weights, moments and step counts on this rank."""
+    """Master weights, moments, average and step counts on this rank."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.models.backbone import logical_name
 

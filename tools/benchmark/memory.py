@@ -53,9 +53,9 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
-    mtp: str | None = (
-        None  # kind of multi-token prediction, of three tokens; block: with such heads
-    )
+    mtp: str | None = None  # multi-token prediction of three tokens: linear, block or deepseek
+    optimizer: str = "adamw"
+    averaged: bool = False  # keeps an average of the weights
 
     @property
     def readers(self) -> int:
@@ -120,6 +120,15 @@ CASES = (
     Case("MoE, 2 ranks, deepseek depths, ZeRO-2", world=2, profile="zero2", mtp="deepseek"),
     Case("dense, 2 tensor ranks, deepseek depths, checkpointing", world=2, tensor=2, moe=False,
          checkpointing=True, mtp="deepseek"),
+    Case("MoE, Muon, 2 ranks, experts spread, ZeRO-2", world=2, expert=2, profile="zero2",
+         optimizer="muon"),
+    Case("MoE, bf16, Muon, ZeRO-1", precision="bf16", optimizer="muon"),
+    Case("dense, Muon, 2 ranks, ZeRO-3 offloaded", world=2, moe=False, hidden=384,
+         profile="zero3_offload", optimizer="muon"),
+    Case("MoE, bf16, 2 ranks, experts spread, ZeRO-1, averaged", precision="bf16", world=2,
+         expert=2, averaged=True),
+    Case("dense, 2 ranks, ZeRO-3, averaged", world=2, moe=False, profile="zero3", averaged=True),
+    Case("MoE, ZeRO-2 offloaded, averaged", profile="zero2_offload", averaged=True),
 )  # fmt: skip
 
 ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
@@ -165,7 +174,9 @@ def make_config(case: Case) -> Config:
                 "learning_rate": 1e-3,
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
+                "ema_decay": 0.9 if case.averaged else None,
             },
+            "optimizer": {"kind": case.optimizer},
             "data": {"path": "none"},
         }
     )
@@ -353,7 +364,7 @@ def gradient_storages(engine: Any) -> Storages:
 
 
 def optimizer_storages(engine: Any) -> Storages:
-    """Masters, moments and step counts."""
+    """Masters, moments, averages and step counts."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     return storages([*masters(engine), *(value for value in states if torch.is_tensor(value))])
 
