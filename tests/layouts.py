@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
@@ -35,6 +36,14 @@ EPSILON = 1e-6
 OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
 
 
+# Multi-token prediction by its name in a case.
+FURTHER: dict[str, dict[str, Any]] = {
+    "linear": {"kind": "independent", "num_tokens": 3},
+    "block": {"kind": "independent", "num_tokens": 2, "head": "block"},
+    "deepseek": {"kind": "deepseek", "num_tokens": 3},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout and what is trained in it.
@@ -48,6 +57,7 @@ class Case:
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
+        further: `model.mtp`, as kind, head and number of tokens; empty: the next token alone.
         objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
@@ -69,6 +79,7 @@ class Case:
     length: int = LENGTH
     packed: bool = False
     weighted: bool = False
+    further: str = ""
     objectives: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -87,6 +98,7 @@ class Case:
         found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
+        found += [f"mtp {self.further}"] if self.further else []
         found += ["objectives"] if self.objectives else []
         return found + ([self.note] if self.note else [])
 
@@ -137,6 +149,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "vocab_size": VOCABULARY,
         "schedule": "interleave-x",
         "moe": experts if case.moe else None,
+        "mtp": FURTHER[case.further] if case.further else None,
     }
     training = {
         "max_steps": STEPS,
@@ -179,6 +192,18 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
         batch["segment_ids"] = starts.cumsum(1)
     if case.weighted:
         batch["weights"] = torch.rand(labels.shape, generator=source).round(decimals=1) * 2
+    if case.further:
+        num_targets = FURTHER[case.further]["num_tokens"]
+        documents = F.pad(batch.get("segment_ids", torch.zeros_like(labels)), (0, 1), value=-1)
+        documents[:, -1] = documents[:, -2]
+        targets = torch.full((*labels.shape, num_targets), -100)
+        targets[..., 0] = labels
+        for ahead in range(2, num_targets + 1):
+            same = documents[:, ahead:] == documents[:, :-ahead]
+            targets[:, : case.length + 1 - ahead, ahead - 1] = torch.where(
+                same, ids[:, ahead:], -100
+            )
+        batch["targets"] = targets
     if case.objectives:
         # The later a row, the rarer is text, of which the last rows have none.
         others = torch.randint(1, len(KINDS), labels.shape, generator=source)
@@ -233,35 +258,44 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
     from cdrmix.engines import stage_a
-    from cdrmix.engines.combination import Combination, own_weights
+    from cdrmix.engines.combination import Combination, own_weights, with_further_labels
+    from cdrmix.engines.further_labels import further_names
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
     for step in range(first, first + count):
-        rows, batch = global_batch(case, step), {}
+        rows, batch = with_further_labels(global_batch(case, step), started.config), {}
         weights = own_weights(rows, started.config)
-        valid = sum(weights)
+        valid = sum(weights[: len(weights) - len(further_names(started.config))])
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
-            by_reader = values.view(-1, readers, case.micro_batch, case.length)
+            by_reader = values.view(-1, readers, case.micro_batch, *values.shape[1:])
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
         own = [topology.degrees.data * count for count in own_weights(batch, started.config)]
         if case.broken == "local mean":
             weights = own
+        if case.broken == "local further mean":
+            weights = [weights[0], *own[1:]]
         if case.broken == "local z":
 
-            def with_local_z(config: Config, weights: Any, own: Any = own) -> Combination:
-                combination = Combination(config, weights)
-                combination._worth = Combination(config, own)._worth
+            def with_local_z(
+                config: Config, weights: Any, step: int, own: Any = own
+            ) -> Combination:
+                combination = Combination(config, weights, step=step)
+                combination._worth = Combination(config, own, step=step)._worth
                 return combination
 
             stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
         result = stage_a.train_step(
             *(engine, started.config, topology, batch), step=step, weights=weights
         )
-        losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
+        # Nats of further tokens are behind those of the kinds, squares behind both.
+        end = len(result.parts) // 2
+        further = result.parts[end - len(further_names(started.config)) : end]
+        nats = runtime.all_reduce_sum(result.nats.double() + further.double().sum())
+        losses.append(float(nats) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
 
@@ -286,6 +320,7 @@ def wake_blocks() -> None:
     """
     from cdrmix.models.block import Block
     from cdrmix.models.initialize import normal_
+    from cdrmix.models.mtp import LinearHead
 
     asleep = Block.initialize
 
@@ -300,7 +335,11 @@ def wake_blocks() -> None:
             for number, part in enumerate(parts, first):
                 normal_(part, 0.1, seed=1, name=f"{block.layer}.{name}.{number}")
 
+    def initialize_map(head: LinearHead, *, seed: int, name: str, std: float) -> None:
+        normal_(head.map.weight, 0.1, seed=seed, name=name)
+
     Block.initialize = initialize  # type: ignore[method-assign]
+    LinearHead.initialize = initialize_map  # type: ignore[method-assign]
 
 
 def plant(broken: str) -> None:
@@ -350,6 +389,7 @@ def plant(broken: str) -> None:
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
         "local mean": lambda: None,  # planted in `run_steps`
+        "local further mean": lambda: None,  # there too
         "local z": lambda: None,  # likewise
         "local statistics": lambda: setattr(
             exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)

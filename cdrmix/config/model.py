@@ -41,7 +41,7 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta")
+_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta", "mtp")
 
 
 class MoEConfig(Section):
@@ -110,6 +110,15 @@ class MtpConfig(Section):
     """Tokens predicted at each position, the next one included (count)."""
     head: Literal["linear", "block"] = "linear"
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
+
+    @model_validator(mode="after")
+    def _head_is_of_the_kind(self) -> MtpConfig:
+        if self.kind == "deepseek" and self.head != "linear":
+            raise ValueError(
+                f"head = {self.head} is for kind = independent: a deepseek depth has a block "
+                "anyway. Leave it out"
+            )
+        return self
 
 
 class LowRankSizes(NamedTuple):
@@ -241,6 +250,20 @@ class ModelConfig(Section):
         A Hugging Face model has its experts as ordinary parameters.
         """
         return self.kind == "rwkx" and self.moe is not None
+
+    def further_blocks(self) -> ModelConfig:
+        """Sizes of the blocks that predict further tokens: Transformer blocks with a dense
+        feed-forward, above the layers, with numbers, and so initial values, of their own."""
+        assert self.mtp is not None, "a model with multi-token prediction"
+        return self.model_copy(
+            update={
+                "num_layers": self.num_layers + self.mtp.num_tokens - 1,
+                "schedule": "interleave-x",
+                "transformer_fraction": 1.0,
+                "moe": None,
+                "mtp": None,
+            }
+        )
 
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose feed-forward is of experts, from 0 at the input."""

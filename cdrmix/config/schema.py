@@ -12,7 +12,11 @@ from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.model import ModelConfig, Section
-from cdrmix.config.objectives import ObjectivesConfig
+from cdrmix.config.objectives import (
+    ObjectivesConfig,
+    further_in_stage_b,
+    further_refused,
+)
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
@@ -423,6 +427,15 @@ class Config(Section):
             "or an export; or model.kind = hf with model.path, the folder of a Hugging Face model; "
             "or cpt=null"
         )
+
+    @model_validator(mode="after")
+    def _further_tokens_fit(self) -> Config:
+        wrong = further_refused(self.objectives, self.model.mtp, self.training.sequence_length)
+        if wrong is None and self.model.mtp is not None and self.stage_b is not None:
+            wrong = further_in_stage_b(self.training.stage)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self
 
     @model_validator(mode="after")
     def _tokens_are_weighed_once(self) -> Config:

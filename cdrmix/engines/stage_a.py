@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,7 +29,14 @@ from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.combination import Batch, Combination, own_weights, weight_names
+from cdrmix.engines.combination import (
+    Batch,
+    Combination,
+    FurtherLabels,
+    own_weights,
+    weight_names,
+    with_further_labels,
+)
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.optimizer_check import OptimizerCheck
@@ -84,14 +92,15 @@ def micro_step(
     nats_scale: float,
     segment_ids: Tensor | None = None,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
     `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    embedding = engine.module.embedding
-    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale, weights=weights)
+    known = (output, engine.module.embedding, labels, config, topology)
+    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
 
 
 def loss(
@@ -103,6 +112,7 @@ def loss(
     *,
     nats_scale: float,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
@@ -112,13 +122,14 @@ def loss(
             batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
             mean over all tokens.
         weights: of the labels, [B, T].
+        further: tokens beyond the next one that are predicted too; None: no others.
         output, embedding, config, topology: of this rank.
     """
-    head = next_token_losses(embedding, output.hidden, labels, weights)
+    losses_of = partial(next_token_losses, embedding) if further is None else further.losses
+    head = losses_of(output.hidden, labels, weights)
     loss = head.loss * nats_scale
     moe = config.model.moe
-    statistics = output.router_statistics
-    router = None
+    statistics, router = output.router_statistics, None
     if moe is not None and statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         per_token = mean_over_ranks(statistics, topology) / labels.numel()
@@ -128,7 +139,7 @@ def loss(
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    nats = head.loss.detach() if weights.sums is None else head.nats.sum()
+    nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
     parts = torch.cat([head.nats, head.squares])
     return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, router)
 
@@ -170,20 +181,22 @@ def train_step(
     for group in engine.optimizer.param_groups:
         group["lr"] = group_rate(step, config.training, group) * rate_scale
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    combination = Combination(config, weights)
+    combination = Combination(config, weights, step=step)
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
+    scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, combination)
+        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
         for inputs in micro_batches:
             part = micro_step(
                 *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                nats_scale=_nats_scale(combination, topology, micro_batches),
+                nats_scale=scale,
                 segment_ids=inputs.get("segment_ids"),
                 weights=combination.label_weights(inputs),
+                further=combination.further_labels(inputs, engine.module),
             )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
@@ -203,18 +216,13 @@ def train_step(
     )
 
 
-def _nats_scale(
-    combination: Combination, topology: Topology, micro_batches: Sequence[Batch]
-) -> float:
-    return combination.nats_scale(topology.degrees.data * len(micro_batches))
-
-
 def _pass_through_stages(
     engine: Any,
     config: Config,
     topology: Topology,
     micro_batches: list[Batch],
     combination: Combination,
+    nats_scale: float,
 ) -> list[MicroStep]:
     """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
@@ -223,11 +231,11 @@ def _pass_through_stages(
 
     def objective(output: Output) -> Tensor:  # called for each micro-batch in order
         inputs = next(coming)
-        embedding = pipeline.stage.embedding
         part = loss(
-            *(output, embedding, inputs["labels"], config, topology),
-            nats_scale=_nats_scale(combination, topology, micro_batches),
+            *(output, pipeline.stage.embedding, inputs["labels"], config, topology),
+            nats_scale=nats_scale,
             weights=combination.label_weights(inputs),
+            further=combination.further_labels(inputs, pipeline.stage),
         )
         parts.append(part)
         return part.loss
@@ -306,6 +314,7 @@ class Pretraining(Stage[Batch, StepResult]):
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
             fim_ids=self.fim_ids,
+            num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
@@ -315,7 +324,7 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        return own_tokens(self.loader.next(), run.topology)
+        return own_tokens(with_further_labels(self.loader.next(), run.config), run.topology)
 
     def weights(self, run: Run, batch: Batch) -> list[float]:
         """Valid tokens of this rank's share, or their weight, or tokens of each kind."""

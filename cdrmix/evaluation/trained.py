@@ -29,12 +29,13 @@ from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
+from cdrmix.models.speculate import speculate
 from cdrmix.parallel.apply import frozen_in, logical_name_in
 
 logger = get_logger(__name__)
@@ -122,16 +123,52 @@ def continue_text(
     """Generates the continuation of `prompt` by a trained model; `base` and `weights` as in
     `load_trained`."""
     run = load_trained(source, base=base, weights=weights)
-    tokenizer = run.tokenizer
-    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     new = generate(
         run.model,
-        torch.tensor([ids], device=runtime.device()),
+        _prompt_ids(run.tokenizer, prompt),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=run.tokenizer.eos_id,
     )
+    return _continuation(run.tokenizer, new, prompt)
+
+
+def continue_speculating(
+    source: Path, prompt: str, *, max_new_tokens: int, weights: Weights = "trained"
+) -> str:
+    """Generates the likeliest continuation, by speculation, and logs what that was worth.
+
+    Raises StateError if the model predicts no further tokens.
+    """
+    run = load_trained(source, weights=weights)
+    model = run.model
+    if not isinstance(model, Backbone) or model.mtp is None:
+        raise StateError(
+            f"{run.checkpoint}: predicts the next token alone (model.mtp is null), and --speculate "
+            "needs guesses of further ones. Generate without it, or train with model.mtp"
+        )
+    done = speculate(
+        model,
+        _prompt_ids(run.tokenizer, prompt),
+        max_new_tokens=max_new_tokens,
+        stop_id=run.tokenizer.eos_id,
+    )
+    shares = (f"token {place} {share:.0%}" for place, share in enumerate(done.acceptance, 2))
+    logger.info(
+        "speculation: %d tokens in %d passes, %.2f tokens per pass; guesses accepted: %s",
+        *(done.num_tokens, done.passes, done.tokens_per_pass, ", ".join(shares)),
+    )
+    return _continuation(run.tokenizer, done.tokens, prompt)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> torch.Tensor:
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
+    return torch.tensor([ids], device=runtime.device())
+
+
+def _continuation(tokenizer: Tokenizer, new: torch.Tensor, prompt: str) -> str:
+    """Text of the new tokens behind a prompt, [1, T], without those that end it."""
     tokens = (token for token in new[0].tolist() if token != tokenizer.eos_id)
     return tokenizer.decode(tokens, continues=bool(prompt))
 

@@ -14,8 +14,8 @@ from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import (
     count,
+    flops_above_layers,
     forward_flops_by_layer,
-    head_flops,
     parameters,
     trained_params,
 )
@@ -93,7 +93,8 @@ class CostModel:
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
         self.trained_params = trained_params(self.model)
-        forward = sum(self.layer_flops) + head_flops(self.model)
+        self.flops_above = flops_above_layers(self.model, length)
+        forward = sum(self.layer_flops) + self.flops_above
         # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
         self.passes = self.counts.train_flops_per_token / forward
         self.muon_elements = muon_matrices(config)[1]
@@ -115,7 +116,7 @@ class CostModel:
         if degrees.sequence > 1:
             for stage, layers in enumerate(stages):
                 forward[stage] += self._flops_of_passed_states(layers, degrees)
-        forward[-1] += head_flops(self.model)
+        forward[-1] += self.flops_above
         passes = self.passes + (1 if layout.activation_checkpointing else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]

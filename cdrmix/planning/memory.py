@@ -30,7 +30,7 @@ from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.blocks.block_type import WKVForm
 from cdrmix.planning.blocks.feed_forward import feed_forward_workspace, linears
 from cdrmix.planning.cluster import GIB, Memory
-from cdrmix.planning.counts import parameters
+from cdrmix.planning.counts import further_parameters, parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
@@ -155,6 +155,7 @@ class MemoryModel:
             keys.append("embedding_norm.weight")
         if stage == pipeline - 1:
             keys.append("final_norm.weight")
+            keys += [parameter.name for parameter in further_parameters(self.model)]
         return sum((self._parts[key] for key in keys), Counter())
 
     def _sizes(self, degrees: Degrees, group: Group) -> list[int]:
@@ -347,6 +348,9 @@ class MemoryModel:
             buffers["logits"] = chunk
             if self.model.lora is None:
                 buffers["logits"] += self.head_gradient(degrees)
+            if self.model.mtp is not None:  # what the head scores for all tokens ahead, stacked
+                stream = size * self.model.hidden_size
+                buffers["further_tokens"] = self.model.mtp.num_tokens * stream * tokens
         mask = self.activations.segment_mask(layout)
         if mask:  # booleans first, compared and cut to the lower triangle, a byte each
             buffers["segment_mask"] = 2 * mask // size

@@ -17,6 +17,7 @@ Part = Literal[
     "experts",
     "norms",
     "adapters",
+    "mtp",
 ]
 
 
