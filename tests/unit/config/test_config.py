@@ -207,6 +207,13 @@ def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
     assert "stage_b.run = experiments/x names that of another run" in conflict
 
 
+def test_stage_b_alone_judges_no_spikes_to_lower_a_rate_at() -> None:
+    lowers = "health.loss_spike.action=lower_rate"
+    load_config(REASON, [lowers])
+    (line,) = problems(REASON, lowers, "training.stage=b", "stage_b.run=experiments/x")
+    assert "lower_rate acts in Stage A" in line
+
+
 def test_summary_slots_share_their_features_evenly() -> None:
     (line,) = problems(REASON, "stage_b.memory.summary_dim=100")
     assert "stage_b.memory.summary_dim: given 100" in line
