@@ -119,8 +119,8 @@ def _source_lines(inspection: Inspection) -> Iterator[str]:
             "",
         )
     if inspection.fim is not None:
-        counts = ", ".join(f"{what} {count:,}" for what, count in inspection.fim.items())
-        yield from _wrapped(f"Training documents for infilling: {counts or 'none'}.", "")
+        amounts = ", ".join(f"{what} {count:,}" for what, count in inspection.fim.items())
+        yield from _wrapped(f"Training documents for infilling: {amounts or 'none'}.", "")
 
 
 def _short(count: int, width: int) -> str:
