@@ -14,7 +14,7 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.objectives.language_model import sum_weights
+from cdrmix.data.document import KINDS
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -31,6 +31,8 @@ TOLERANCE = 1e-5
 # router probabilities were off by 1e-6 to 5e-6, on plain data ranks too. With 1e-6 all weights
 # stay within 5e-6.
 EPSILON = 1e-6
+# One weighs nothing. Without its share in the gradient, a wrong z-loss would not show.
+OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Case:
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
+        objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -65,6 +68,7 @@ class Case:
     length: int = LENGTH
     packed: bool = False
     weighted: bool = False
+    objectives: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -81,6 +85,7 @@ class Case:
         found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
+        found += ["objectives"] if self.objectives else []
         return found + ([self.note] if self.note else [])
 
     @property
@@ -150,6 +155,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         },
         training=training | case.training,
         data={"path": "none"},
+        objectives=OBJECTIVES if case.objectives else None,
     )
 
 
@@ -167,6 +173,12 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
         batch["segment_ids"] = starts.cumsum(1)
     if case.weighted:
         batch["weights"] = torch.rand(labels.shape, generator=source).round(decimals=1) * 2
+    if case.objectives:
+        # The later a row, the rarer is text, of which the last rows have none.
+        others = torch.randint(1, len(KINDS), labels.shape, generator=source)
+        place = torch.rand(labels.shape, generator=source) * GLOBAL_BATCH
+        is_text = place > torch.arange(GLOBAL_BATCH).unsqueeze(1) + 3
+        batch["kinds"] = others.masked_fill(is_text, 0).to(torch.uint8)
     return batch
 
 
@@ -215,22 +227,35 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines import stage_a
+    from cdrmix.engines.combination import Combination, own_weights
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
     for step in range(first, first + count):
         rows, batch = global_batch(case, step), {}
-        valid = float(sum_weights(rows["labels"], rows.get("weights")))
+        weights = own_weights(rows, started.config)
+        valid = sum(weights)
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
             by_reader = values.view(-1, readers, case.micro_batch, case.length)
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
-        counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
-        tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
+        own = [topology.degrees.data * count for count in own_weights(batch, started.config)]
+        if case.broken == "local mean":
+            weights = own
+        if case.broken == "local z":
+
+            def with_local_z(config: Config, weights: Any, own: Any = own) -> Combination:
+                combination = Combination(config, weights)
+                combination._worth = Combination(config, own)._worth
+                return combination
+
+            stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
+        result = stage_a.train_step(
+            *(engine, started.config, topology, batch), step=step, weights=weights
+        )
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
@@ -304,7 +329,8 @@ def plant(broken: str) -> None:
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
-        "local mean": lambda: None,  # planted in `train`
+        "local mean": lambda: None,  # planted in `run_steps`
+        "local z": lambda: None,  # likewise
         "local statistics": lambda: setattr(
             exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),

@@ -100,6 +100,8 @@ _RULES = {
     "data.mixture": Rule("alters", "refused in Stage A where it changes the order of the samples"),
     "data.token_weights": _ALTERS,
     "data.segment_documents": _ALTERS,
+    # No position depends on them: the parts of the loss are counted anew in each step.
+    "objectives": _ALTERS,
     "checkpoint": _FREE,
     "evaluation": _FREE,
     "monitoring": _FREE,

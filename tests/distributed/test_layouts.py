@@ -99,6 +99,11 @@ LAYOUTS = [
     Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
     Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd", weighted=True),
     Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", weighted=True),
+    # objectives with means of their own, and a z-loss of the logits
+    Case(data=2, expert=2, accumulation=2, optimizer="sgd", objectives=True),
+    Case(data=2, tensor=2, sequence=2, packed=True, profile="zero2", objectives=True),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", optimizer="sgd", objectives=True),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", objectives=True),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
@@ -155,6 +160,8 @@ FAULTS = [
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
+    Case(data=2, moe=False, objectives=True, broken="local mean"),
+    Case(data=2, moe=False, objectives=True, broken="local z"),
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
     *(
         Case(pipeline=2, profile="pipeline", broken=broken)

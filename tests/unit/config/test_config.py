@@ -314,6 +314,15 @@ def test_an_impossible_pair_names_both_and_the_overrides(overrides: list, told: 
     assert told in line
 
 
+def test_objectives_that_learn_nothing_or_weigh_tokens_twice_are_refused() -> None:
+    (line,) = problems(TINY, "objectives.thought=2", "data.token_weights.prompt=0")
+    assert "objectives and data.token_weights both weigh tokens" in line
+    assert line.endswith("Try data.token_weights=null")
+    names = ("text", "fim", "thought", "answer")
+    (line,) = problems(TINY, *(f"objectives.{name}=0" for name in names))
+    assert "text, fim, prompt, thought and answer are all 0: no next token is learned" in line
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
