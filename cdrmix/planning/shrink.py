@@ -142,6 +142,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "schedule": model.schedule,
         "transformer_fraction": fraction,
         "moe": model.moe and _small_experts(model.moe, degrees),
+        "mtp": model.mtp and model.mtp.model_dump(),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {

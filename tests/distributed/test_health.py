@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from cdrmix.checkpoint.held_out import loss_of
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.objectives.language_model import HeadLoss
 from tests.equal_runs import assert_equal_runs, result_of
 from tests.harness import run_ranks
 from tests.layouts import Case, run_steps, wake_blocks
@@ -47,6 +49,7 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
 
     runtime.initialize_distributed()
     wake_blocks()
+    case = replace(case, training=case.training | {"ema_decay": 0.4})
     spoilt, clean = start_case(case), start_case(case)
     factor = 1.0
     parameters = list(spoilt.engine.module.parameters())
@@ -56,6 +59,8 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
         parameters[-1].register_hook(lambda gradient: gradient * factor)
     run_steps(spoilt, count=2)
     before, skipped = held_by(spoilt.engine), spoilt.engine.skipped_steps
+    kinds = {name.partition(" ")[0] for name in before}
+    assert kinds >= {"param", "exp_avg", "ema"}
     factor = float("nan")
     run_steps(spoilt, first=2, count=1)
     factor = 1.0
@@ -70,7 +75,7 @@ def around_a_bad_step(case: Case) -> tuple[bool, list[str], list[str]]:
 
 
 def held_by(engine: Any) -> dict[str, torch.Tensor]:
-    """Master weights, moments and step counts on this rank."""
+    """Master weights, moments, average and step counts on this rank."""
     from cdrmix.checkpoint import engine_state
     from cdrmix.models.backbone import logical_name
 
@@ -136,7 +141,7 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
     from cdrmix.data.loader import Loader
     from cdrmix.engines import stage_a
 
-    read, nats = Loader.next, stage_a.next_token_nats
+    read, losses = Loader.next, stage_a.next_token_losses
     is_bad = False
 
     def note_and_read(loader: Loader) -> Any:
@@ -144,10 +149,10 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
         is_bad = first <= loader.samples_consumed <= last
         return read(loader)
 
-    def spoilt(*args: Any) -> torch.Tensor:
-        return nats(*args) * (factor if is_bad else 1.0)
+    def spoilt(*args: Any) -> HeadLoss:
+        return HeadLoss(*(each * (factor if is_bad else 1.0) for each in losses(*args)))
 
-    Loader.next, stage_a.next_token_nats = note_and_read, spoilt
+    Loader.next, stage_a.next_token_losses = note_and_read, spoilt
 
 
 def pass_over(first: int, end: int) -> None:

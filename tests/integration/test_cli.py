@@ -77,7 +77,7 @@ def test_evaluate_asks_for_lines_of_held_out_documents(trained: Path) -> None:
     found = json.loads(cdrmix(*words, "--json").stdout)["infill"]
     assert [row["order"] for row in found] == ["psm", "spm"]
     told = cdrmix(*words, "--max-tokens", "9", code=2).stderr
-    assert "--suite infill takes --examples, --data and --base, and no other flag" in told
+    assert "--suite infill goes with --examples, --data, --base and --weights alone" in told
 
 
 def test_evaluate_shows_a_table_of_one_checkpoint(trained: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from cdrmix.config.load import shipped
 from cdrmix.errors import StateError
@@ -382,6 +383,13 @@ def test_a_dense_model_has_no_routing_plots(tmp_path):
     source, page = report_of(folder)
     assert source.count("<svg") == 5 + 1
     assert "a dense model has no routing" in page.text
+    snapshot = folder / "config_snapshot.yaml"
+    values = yaml.safe_load(snapshot.read_text(encoding="utf-8"))
+    values["model"]["moe"] = None
+    snapshot.write_text(yaml.safe_dump(values), encoding="utf-8")
+    (folder / "metrics.json").unlink()
+    titles = re.findall("<h2>(.*?)</h2>", report_of(folder)[0])
+    assert "Loss" in titles and not {"Routing", "Experts at the final evaluation"} & {*titles}
 
 
 def test_routing_beyond_its_limits_is_marked_by_layer(finished):
