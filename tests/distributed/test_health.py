@@ -15,6 +15,7 @@ import torch
 
 from cdrmix.checkpoint.held_out import loss_of
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.objectives.language_model import HeadLoss
 from tests.equal_runs import assert_equal_runs, result_of
 from tests.harness import run_ranks
 from tests.layouts import Case, run_steps, wake_blocks
@@ -140,7 +141,7 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
     from cdrmix.data.loader import Loader
     from cdrmix.engines import stage_a
 
-    read, nats = Loader.next, stage_a.next_token_nats
+    read, losses = Loader.next, stage_a.next_token_losses
     is_bad = False
 
     def note_and_read(loader: Loader) -> Any:
@@ -148,10 +149,10 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
         is_bad = first <= loader.samples_consumed <= last
         return read(loader)
 
-    def spoilt(*args: Any) -> torch.Tensor:
-        return nats(*args) * (factor if is_bad else 1.0)
+    def spoilt(*args: Any) -> HeadLoss:
+        return HeadLoss(*(each * (factor if is_bad else 1.0) for each in losses(*args)))
 
-    Loader.next, stage_a.next_token_nats = note_and_read, spoilt
+    Loader.next, stage_a.next_token_losses = note_and_read, spoilt
 
 
 def pass_over(first: int, end: int) -> None:
