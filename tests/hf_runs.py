@@ -37,6 +37,7 @@ class Case:
         precision: of the run.
         zero: changes of the profile's `zero_optimization`.
         broken: fault to plant, by name.
+        optimizer: its kind.
     """
 
     family: str
@@ -45,6 +46,7 @@ class Case:
     precision: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     broken: str = ""
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         parts = [self.family, self.profile, "recomputed" if self.recompute else ""]
@@ -99,6 +101,7 @@ def make_config(case: Case, folder: Path) -> Config:
         name="hugging-face",
         model={"kind": "hf", "path": str(folder), **experts},
         training=training,
+        optimizer={"kind": case.optimizer},
         data={"path": "none", "segment_documents": True},
     )
 

@@ -25,6 +25,7 @@ from typing import Any
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
+    muon_rows,
     policy_rows,
     registers_rows,
     retrieval_rows,
@@ -374,6 +375,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "checkpoint": ("Checkpoints in the background", checkpoint_rows),
     "train": ("make train", train_rows),
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
+    "muon": ("Muon beside AdamW", muon_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),
