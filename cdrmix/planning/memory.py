@@ -194,9 +194,8 @@ class MemoryModel:
         padded = {g: -(-n // (2 * ranks[g])) * 2 * ranks[g] for g, n in held.items()}
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
-        optimizer = self._saved_bytes * shared + 4 * len(
-            parts
-        )  # AdamW counts its steps in a tensor
+        # AdamW counts its steps in a tensor
+        optimizer = self._saved_bytes * shared + 4 * len(parts)
         weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())

@@ -71,7 +71,7 @@ def average_of_whole_weights(case: Case) -> tuple[float, float, bool, bool, bool
         expected = [mean.lerp(new, 1 - decay) for mean, new in zip(expected, weights, strict=True)]
     if case.pipeline > 1 and started.topology.is_last_stage:
         # Its master of the tied embedding may part from the first stage's, which counts.
-        engine.module.stage.embedding.weight._hp_mapping.hp_fragment.add_(1e-2)
+        engine.module.stage.embedding.weight._hp_mapping.hp_fragment.detach().add_(1e-2)
     before = bits(engine)
     trained = in_use(engine)
     with engine_state.averaged(engine):
