@@ -50,6 +50,8 @@ _LESSONS = Rule("alters", "refused in Stage B: the texts would differ", _in_stag
 _PHASES = Rule(
     "alters", "later phases may change; refused where it changes steps of Stage B already taken"
 )
+# What was lowered is in the checkpoint, as a factor.
+_LATER_SPIKES = Rule("alters", "may change, with a warning: counts at later spikes")
 
 _MUON_STATES = Rule(
     "alters",
@@ -123,6 +125,8 @@ _RULES = {
     "monitoring": _FREE,
     "supervision": _FREE,
     "health": _ALTERS,
+    "health.loss_spike.rate_factor": _LATER_SPIKES,
+    "health.loss_spike.max_lowerings": _LATER_SPIKES,
     "launch": _FREE,
     "launch.environment": Rule(
         "free", "may change; a changed value is not logged, because it may be secret"

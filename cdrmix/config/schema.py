@@ -111,8 +111,9 @@ class LossSpikeConfig(Section):
     """Loss far above its recent median. Its step is already applied when it is detected."""
 
     action: Literal["warn", "lower_rate", "rollback", "stop"] = "warn"
-    """lower_rate: multiplies the learning rate of all later steps by rate_factor. rollback: drops
-    its batch, and those since the checkpoint."""
+    """lower_rate: multiplies the learning rate of all later steps by rate_factor, and judges again
+    once half of window_steps are over. rollback: drops its batch, and those since the
+    checkpoint."""
     rate_factor: float = Field(0.5, gt=0, lt=1)
     """Factor of lower_rate (ratio)."""
     max_lowerings: int = Field(3, ge=1)
@@ -457,6 +458,11 @@ class Config(Section):
             raise ValueError(
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
+            )
+        if self.training.stage == "b" and self.health.loss_spike.action == "lower_rate":
+            raise ValueError(
+                "health.loss_spike.action = lower_rate acts in Stage A: Stage B judges no spikes, "
+                "because its lessons differ in length. Try health.loss_spike.action=warn"
             )
         if self.training.stage == "b" and self.training.start_from is not None:
             raise ValueError(

@@ -1,9 +1,11 @@
-"""Check of Muon at the first step of each start.
+"""Check of Muon at the first steps of each start.
 
 Frameworks have trained for weeks with a Muon that was plain SGD, was clipped after it had been
 orthogonalised, or had no parameter at all, without a message. So the first step is counted and
 computed again: each matrix is orthogonalised once, Muon has all matrices that the plan gives it,
-and three of them end where a plain computation in float32 puts them.
+and three of them end where a plain computation in float32 puts them. Behind a projection that
+begins with zeros a first gradient is zero, and so are updates of any kind: then the second step
+is looked at as well, which no longer has them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cdrmix.planning.muon import muon_matrices
 logger = get_logger(__name__)
 
 _WATCHED = 3  # matrices that are computed again
+_MOST_STEPS = 3  # of a start that are checked while a watched matrix has no gradient
 # Share of the planned elements that Muon must have.
 _LEAST_COVERED = 0.95
 # Error of a step, as a share of it: a cosine of .999 and a norm off by 2 % come to this. Products
@@ -37,22 +40,23 @@ _ROUNDING = 2.0**-23
 
 
 class OptimizerCheck:
-    """Checks the first step that Muon takes; other optimizers are not checked."""
+    """Checks the first steps that Muon takes; other optimizers are not checked."""
 
     def __init__(self) -> None:
-        self._is_due = True
+        self._left = _MOST_STEPS
 
     @contextlib.contextmanager
     def of_step(self, engine: Any, config: Config) -> Iterator[None]:
         """Watches the step that is taken inside the context, and checks it; collective.
 
-        A step that DeepSpeed skipped, or at a rate of 0, leaves the check to the next.
+        A step that is skipped, has no gradient for the momentum, or a rate of 0 leaves the check to
+        the next.
 
         Raises:
             StateError: on every rank, if any of them found a fault.
         """
         optimizer = engine.optimizer.optimizer
-        if not (self._is_due and isinstance(optimizer, Muon)):
+        if not (self._left and isinstance(optimizer, Muon)):
             yield
             return
         watched = optimizer.watch(_WATCHED)
@@ -61,25 +65,29 @@ class OptimizerCheck:
         yield
         optimizer.watched = {}
         rates = [group["lr"] for group in optimizer.param_groups if group["is_muon"]]
-        if engine.skipped_steps > skipped or not any(rates):
+        if engine.skipped_steps > skipped or optimizer.is_spike or not any(rates):
             return
-        self._is_due = False
         problems = list(_counts(optimizer, config, optimizer.newton_schulz.matrices - counted))
+        is_idle = False
         for each in watched:
-            problems += _differences(optimizer, config, each)
+            wholes = _gathered(each)
+            is_idle = is_idle or not wholes[0].any()
+            problems += _differences(optimizer, config, each, wholes)
         # Each rank has its own matrices, and all must agree to stop.
-        found = [text for texts in runtime.all_gather_object(problems) for text in texts]
+        gathered = runtime.all_gather_object((problems, is_idle))
+        found = [text for texts, _ in gathered for text in texts]
         if found:
             listed = "\n".join(f"  {text}" for text in dict.fromkeys(found))
             raise StateError(
                 f"optimizer.kind = muon: the first step is not Muon's:\n{listed}\nNothing was "
                 "saved. Try optimizer.kind = adamw, and report this with plan.json"
             )
-        if runtime.rank() == 0:
-            total, _ = muon_matrices(config)
+        is_first = self._left == _MOST_STEPS
+        self._left = self._left - 1 if any(idle for _, idle in gathered) else 0
+        if is_first:
             logger.info(
-                "muon: checked: %d matrices orthogonalised once, %d of them computed again",
-                *(total, len(watched)),
+                "muon: checked: each of %d matrices orthogonalised once, %d computed again",
+                *(muon_matrices(config)[0], len(watched)),
             )
 
 
@@ -110,27 +118,37 @@ def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> Iterator[st
         yield f"Muon has {covered / elements:.1%} of the {elements:,} elements that are for it"
 
 
-def _differences(optimizer: Muon, config: Config, watched: Watched) -> Iterator[str]:
-    """Faults in the step of one matrix; collective over the ranks that hold it."""
-    settings = config.optimizer
+def _gathered(watched: Watched) -> list[Tensor]:
+    """Gradient before and in DeepSpeed's step, momentum, weights before and after, of one matrix.
+
+    Whole, and not a number where nothing was stepped; collective over the ranks that hold it.
+    """
     matrix = watched.matrix
-    shape = (matrix.rows, matrix.columns)
     values = [watched.gradient, watched.arrived, watched.momentum, watched.before, watched.after]
-    gathered = [(values, watched.neuron)]
+    mine = ([[x.cpu() for x in each] for each in values], watched.neuron)
+    gathered: list[Any] = [mine]
     if watched.group is not None:
-        gathered = [([], None)] * torch.distributed.get_world_size(watched.group)
-        mine = ([[x.cpu() for x in each] for each in values], watched.neuron)
+        gathered = [None] * torch.distributed.get_world_size(watched.group)
         torch.distributed.all_gather_object(gathered, mine, group=watched.group)
     whole = []
     for kind in range(len(values)):
         flat = torch.full((matrix.rows * matrix.columns,), float("nan"))
         for rank, (of_rank, _) in enumerate(gathered):
-            # A piece that was not stepped at all is missing, and stays not a number.
             for piece, part in zip(matrix.pieces_of(rank), of_rank[kind], strict=False):
-                flat[piece.start : piece.start + piece.numel] = part.cpu()
-        whole.append(flat.view(shape))
+                flat[piece.start : piece.start + piece.numel] = part
+        whole.append(flat.view(matrix.rows, matrix.columns))
+    watched.neuron = next((square for _, square in gathered if square is not None), None)
+    return whole
+
+
+def _differences(
+    optimizer: Muon, config: Config, watched: Watched, whole: Sequence[Tensor]
+) -> Iterator[str]:
+    """Faults in the step of one matrix, from what `_gathered` gives."""
+    settings = config.optimizer
+    matrix = watched.matrix
+    shape = (matrix.rows, matrix.columns)
     gradient, arrived, momentum, before, after = whole
-    neuron = next((each for _, each in gathered if each is not None), None)
     name = f"{matrix.parameter.name}[{matrix.index}]"
     if not _is_close(arrived, gradient, gradient.norm()):
         yield (
@@ -143,10 +161,10 @@ def _differences(optimizer: Muon, config: Config, watched: Watched) -> Iterator[
     direction = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
     update = _orthogonal(direction, settings.newton_schulz, settings.newton_schulz_steps)
     if settings.neuron_norm:
-        assert neuron is not None, "its owner has it"
-        square = neuron.cpu().lerp(update.square().mean(1), 1 - settings.neuron_beta)
+        assert watched.neuron is not None, "its owner has it"
+        square = watched.neuron.cpu().lerp(update.square().mean(1), 1 - settings.neuron_beta)
         normed = update / (square.sqrt() + 1e-8)[:, None]
-        update = normed * (update.norm() / normed.norm())
+        update = torch.nan_to_num(normed * (update.norm() / normed.norm()))
     taken = rate * scale_factor(*shape, settings.scale) * update
     expected = (1 - rate * decay) * before - taken
     rounding = _ROUNDING * float(before.norm())

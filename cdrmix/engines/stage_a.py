@@ -164,6 +164,7 @@ def train_step(
     *,
     step: int,
     weights: Sequence[float],
+    rate_scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
@@ -173,11 +174,12 @@ def train_step(
             `weights` of the labels if they differ, and their `kinds` under `objectives`.
         step: steps completed before this one.
         weights: of the global batch, all ranks, by `weight_names`.
+        rate_scale: factor of the schedule's learning rate; see `Health.rate_scale`.
     """
     began = time.perf_counter()
-    # A function of the step alone, and no scheduler with a state to save and restore.
+    # A function of the step and of the run's health, and no scheduler with a state of its own.
     for group in engine.optimizer.param_groups:
-        group["lr"] = group_rate(step, config.training, group)
+        group["lr"] = group_rate(step, config.training, group) * rate_scale
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     combination = Combination(config, weights, step=step)
     micro_batches = [
@@ -338,7 +340,10 @@ class Pretraining(Stage[Batch, StepResult]):
         """
         with self.check.of_step(run.engine, run.config):
             return train_step(
-                *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
+                *(run.engine, run.config, run.topology, batch),
+                step=run.step,
+                weights=weights,
+                rate_scale=run.health.rate_scale,
             )
 
     def tokens_seen(self, run: Run) -> int:
@@ -477,7 +482,8 @@ class Pretraining(Stage[Batch, StepResult]):
         metrics = {
             "loss": nats / result.combination.tokens,
             **result.combination.metrics(parts[:half], parts[half:]),
-            "learning_rate": learning_rate(run.step - 1, training),
+            # Of the step that was taken: its own loss is judged after this.
+            "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **dict(zip(names, means, strict=True)),

@@ -64,6 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
+    Metric("health/lowerings", "times the learning rate was lowered", "none"),
     # Stage B: means over a step's lessons; the denominator is that of the mean within a lesson.
     Metric("stage_b/loss", "weighted sum of the losses below", "sum", "lesson"),
     Metric("stage_b/retrieval_loss", "nats", "sum", "segment sought"),

@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         self._masters: list[Tensor] = []
         self._norms: deque[float] = deque(maxlen=_MEDIAN_STEPS)  # of the matrices' gradients
         self.spikes = 0  # steps whose gradients were left out of the momentum
-        self._is_spike = False
+        self.is_spike = False  # the last step's were
         self._clip = 1.0
         self.neurons: dict[tuple[str, int], Tensor] = {}  # [R] by matrix, of those owned here
         self.watched: dict[int, list[Watched]] = {}  # by id of the master
@@ -179,12 +179,12 @@ class Muon(torch.optim.Optimizer):
         self._clip = 1.0
         if self.clipping > 0 and of_adamw > self.clipping:
             self._clip = self.clipping / (of_adamw + _CLIP_EPSILON)
-        self._is_spike = False
+        self.is_spike = False
         if math.isfinite(of_muon):  # else DeepSpeed skips the step
             limit = self.settings.max_spike
             if limit is not None and len(self._norms) >= _LEAST_STEPS:
-                self._is_spike = of_muon > limit * statistics.median(self._norms)
-            self.spikes += self._is_spike
+                self.is_spike = of_muon > limit * statistics.median(self._norms)
+            self.spikes += self.is_spike
             # Spikes too: gradients that stay larger become the usual ones.
             self._norms.append(of_muon)
 
@@ -231,14 +231,14 @@ class Muon(torch.optim.Optimizer):
             watched.arrived = [_part(gradient, place).clone() for place in places]
             neuron = self.neurons.get(watched.matrix.key)
             watched.neuron = neuron if neuron is None else neuron.clone()
-        if not self._is_spike:
+        if not self.is_spike:
             momentum.lerp_(gradient, 1 - beta)
         if group["lr"] == 0:
             return
 
         def direction(start: int, length: int) -> Tensor:
             followed = momentum.narrow(0, start, length)
-            if self._is_spike or not self.settings.nesterov:
+            if self.is_spike or not self.settings.nesterov:
                 return followed
             return gradient.narrow(0, start, length).lerp(followed, beta)
 
@@ -289,7 +289,9 @@ class Muon(torch.optim.Optimizer):
         """Divides rows [R, C] by the root of their running mean square, [R], and keeps the norm."""
         square.lerp_(update.square().mean(-1), 1 - self.settings.neuron_beta)
         normed = update / (square.sqrt() + _NEURON_EPSILON).unsqueeze(-1)
-        return normed * (torch.linalg.norm(update) / torch.linalg.norm(normed))
+        # A matrix without a gradient, as behind a projection of zeros, has an update of zeros.
+        least = torch.finfo(normed.dtype).tiny
+        return normed * (torch.linalg.norm(update) / torch.linalg.norm(normed).clamp(min=least))
 
     def neuron_rows(self) -> Iterator[tuple[Held, int, Tensor]]:
         """Yields NorMuon's state: a parameter, the first of its rows, and their mean squares."""

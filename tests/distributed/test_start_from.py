@@ -17,7 +17,7 @@ from cdrmix.evaluation.trained import evaluate_run
 from cdrmix.export.exported_run import export_run
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
-from tests.layouts import _masters, _whole
+from tests.layouts import _held, _whole
 from tests.small_run import arguments, overrides, refused, start
 from tests.unit.data.token_folder import write_backwards
 
@@ -75,7 +75,7 @@ def begin(argv: list[str]) -> tuple[int, float, list[Any]]:
     def watched(run: Any, *positional: Any, **given: Any) -> bool:
         loss = run.stage.evaluate_now(run, max_tokens=TOKENS).loss
         run.stage.samples.clear()
-        seen.extend((loss, _masters(run.engine)))
+        seen.extend((loss, _held(run.engine, "param")))
         return run_stage(run, *positional, **given)
 
     session.run_stage = watched

@@ -344,7 +344,7 @@ def test_what_was_unhealthy_is_listed_with_what_was_done(tmp_path):
     write_json_atomic(folder / "health.json", record)
     text = report_of(folder)[1].text
     assert "7 to 1,200 memory 1 loss 9.1 is above 8.7 warn" in text
-    assert "skipped steps 0, rollbacks 1, warnings 3 (50 newest of 61)." in text
+    assert "skipped steps 0, rollbacks 1, lowerings 0, warnings 3 (50 newest of 61)." in text
     write_json_atomic(folder / "health.json", record | {"events": [event]})
     text = report_of(folder)[1].text
     assert "7 loss spike 1 loss 9.1 is above 8.7 rollback back to step 4" in text
