@@ -107,6 +107,42 @@ class MtpConfig(Section):
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
 
 
+class MambaConfig(Section):
+    """Mamba-1 mixer (Gu and Dao, arXiv 2312.00752)."""
+
+    state_size: int = Field(16, ge=1, description="States of an inner feature (count).")
+    expand: int = Field(2, ge=1, description="Inner features over hidden_size (ratio).")
+    conv_size: int = Field(4, ge=2, description="Tokens that the convolution reads (count).")
+    dt_rank: int | None = Field(None, ge=1)
+    """Rank of the projection to time steps (features); hidden_size / 16, rounded up, when left
+    out."""
+
+    def rank(self, hidden_size: int) -> int:
+        """Rank of the projection to time steps (features)."""
+        return self.dt_rank or math.ceil(hidden_size / 16)
+
+
+class RoutingMambaConfig(Section):
+    """Routing Mamba (arXiv 2506.18145): a Mamba mixer with experts for its input, gate and output
+    projections, which one router chooses."""
+
+    num_experts: int = Field(8, ge=1, description="Experts of a mixer (count).")
+    top_k: int = Field(1, ge=1, description="Experts that each token is sent to (count).")
+    load_balance_weight: float = Field(0.01, ge=0)
+    """Weight of the load-balance loss, mean over such mixers (ratio)."""
+    z_loss_weight: float = Field(1e-3, ge=0)
+    """Weight of the router z-loss, mean over such mixers (ratio)."""
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> RoutingMambaConfig:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
+                "a token goes to distinct experts"
+            )
+        return self
+
+
 class LowRankSizes(NamedTuple):
     """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
 
@@ -157,6 +193,10 @@ class ModelConfig(Section):
     """Mixture-of-experts feed-forward; null is a dense model."""
     mtp: MtpConfig | None = None
     """Multi-token prediction; null: the next token alone."""
+    mamba: MambaConfig | None = None
+    """Sizes of Mamba mixers, of Routing Mamba too; filled in where there are such layers."""
+    routing_mamba: RoutingMambaConfig | None = None
+    """Experts of Routing Mamba mixers; filled in where there are such layers."""
     init_std_scale: float = Field(1.0, gt=0)
     """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.
