@@ -33,6 +33,8 @@ class Section(BaseModel):
 BLOCK_TYPES = {
     "rwkv": "cdrmix.planning.blocks.rwkv:RWKVBlock",
     "transformer": "cdrmix.planning.blocks.attention:AttentionBlock",
+    "mamba": "cdrmix.planning.blocks.mamba:MambaBlock",
+    "routing_mamba": "cdrmix.planning.blocks.mamba:RoutingMambaBlock",
 }
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
@@ -41,7 +43,14 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta")
+_RWKX_KEYS = (
+    "schedule",
+    "transformer_fraction",
+    "mamba",
+    "routing_mamba",
+    "init_std_scale",
+    "rope_theta",
+)
 
 
 class MoEConfig(Section):
@@ -191,6 +200,8 @@ class ModelConfig(Section):
     transformer_fraction)-th."""
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
+    mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
+    """TEMPORARY."""
     ffn_hidden_size: int = Field(ge=1)
     """Inner width of the dense feed-forward used when moe is null (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
@@ -231,6 +242,7 @@ class ModelConfig(Section):
                 if _is_count(inner) and _is_count(top_k):
                     width = inner * top_k
             filled["ffn_hidden_size"] = width
+        _fill_mamba(filled)
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -271,7 +283,13 @@ class ModelConfig(Section):
                 f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
             )
         # For its error: a fraction that cannot be interleaved is refused with the file.
-        self.layer_kinds()
+        kinds = set(self.layer_kinds())
+        for key, of in (
+            ("mamba", {"mamba", "routing_mamba"}),
+            ("routing_mamba", {"routing_mamba"}),
+        ):
+            if getattr(self, key) is not None and not kinds & of:
+                raise ValueError(f"{key} has no meaning without a {key} layer. Leave it out")
         return self
 
     @property
@@ -296,6 +314,8 @@ class ModelConfig(Section):
         `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
         number."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
+        if self.mixers is not None:
+            return self.mixers
         kinds = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
@@ -326,6 +346,16 @@ class ModelConfig(Section):
             for factor in (2.5, 1.7, 5)
         )
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
+
+
+def _fill_mamba(filled: dict[str, Any]) -> None:
+    """Fills in the sections of Mamba layers where the model has such layers, in place."""
+    entries = filled.get("mixers") or ()
+    kinds = {str(entry).partition("*")[0] for entry in entries}
+    if kinds & {"mamba", "routing_mamba"} and filled.get("mamba") is None:
+        filled["mamba"] = {}
+    if "routing_mamba" in kinds and filled.get("routing_mamba") is None:
+        filled["routing_mamba"] = {}
 
 
 def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:

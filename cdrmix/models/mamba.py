@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import MambaConfig, ModelConfig
 from cdrmix.models.initialize import generator, normal_, uniform_
+from cdrmix.models.mixer import Mixer
 from cdrmix.models.moe import Router, gather_rows, sort_by_expert, weighted_sum
 from cdrmix.models.selective_scan import ScanInputs, selective_scan
 
@@ -40,8 +41,11 @@ class MambaState:
     states: Tensor  # states of the scan, [B, N, I], float32
 
 
-class Mamba(nn.Module):
+class Mamba(Mixer):
     """Mamba mixer of one layer."""
+
+    carries_state = True  # so that a sequence can be run piece by piece
+    state_type = MambaState
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,16 +54,20 @@ class Mamba(nn.Module):
         self.sizes: MambaConfig = sizes
         self.rank = sizes.rank(config.hidden_size)
         self.inner = sizes.expand * config.hidden_size
-        self.carries_state = True  # so that a sequence can be run piece by piece
-        self.make_projections(config)
         # What is no matrix is stored flat, for optimizers go by the shape: of I features each.
         self.conv_weight = nn.Parameter(torch.empty(self.inner * sizes.conv_size))  # [I, K]
         self.conv_bias = nn.Parameter(torch.empty(self.inner))
-        self.x_proj = nn.Linear(self.inner, self.rank + 2 * sizes.state_size, bias=False)
-        self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.inner))
         self.a_log = nn.Parameter(torch.empty(self.inner * sizes.state_size))  # [I, N]
         self.d = nn.Parameter(torch.empty(self.inner))
+        self.make_projections(config)
+        self.x_proj = nn.Linear(self.inner, self.rank + 2 * sizes.state_size, bias=False)
+        self.dt_proj = nn.Linear(self.rank, self.inner, bias=False)
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, layer: int) -> Self:
+        """Makes the mixer of a layer, the same in all."""
+        return cls(config)
 
     def make_projections(self, config: ModelConfig) -> None:
         """Makes the projections into and out of the inner features."""
@@ -91,22 +99,17 @@ class Mamba(nn.Module):
         Gives [B, T, I], and the state after token T.
         """
         taps, size = self.sizes.conv_size, self.sizes.state_size
-        if state is None:
-            window = entering.new_zeros(entering.shape[0], taps - 1, self.inner)
-        else:
-            window = state.window.to(entering.dtype)
-        ids = None
-        if segment_ids is not None:  # those of the window are those of the first token
-            ids = torch.cat([segment_ids[:, :1].expand(-1, taps - 1), segment_ids], 1)
-        u = convolve(entering, window, self.conv_weight.view(-1, taps), self.conv_bias, ids)
+        window = None if state is None else state.window.to(entering.dtype)
+        weight = self.conv_weight.view(-1, taps)
+        u = convolve(entering, window, weight, self.conv_bias, segment_ids)
         low, b, c = self.x_proj(u).split([self.rank, size, size], dim=-1)
         rates = -torch.exp(self.a_log.float()).view(-1, size)
         inputs = ScanInputs(u, self.dt_proj(low), self.dt_bias, rates, b, c, self.d, gate)
         past = None if state is None else state.states
         y, states = selective_scan(inputs, past, segment_ids=segment_ids)
-        recent = torch.cat([window, entering[:, 1 - taps :]], 1)[:, 1 - taps :]
-        if ids is not None:
-            is_other = ids[:, 1 - taps :] != ids[:, -1:]  # [B, K - 1]
+        recent = _behind(entering[:, 1 - taps :], window, taps)[:, 1 - taps :]
+        if segment_ids is not None:
+            is_other = _padded_ids(segment_ids, taps)[:, 1 - taps :] != segment_ids[:, -1:]
             recent = recent.masked_fill(is_other.unsqueeze(-1), 0)
         return y, MambaState(recent, states)
 
@@ -162,6 +165,13 @@ class RoutingMamba(Mamba):
         self.inputs = nn.Parameter(torch.empty(experts, self.inner, config.hidden_size))
         self.gates = nn.Parameter(torch.empty(experts, self.inner, config.hidden_size))
         self.outputs = nn.Parameter(torch.empty(experts, config.hidden_size, self.inner))
+
+    def mix(
+        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, MambaState, Tensor]:
+        """Mixes as `forward`."""
+        out, after, statistics = self(x, state, segment_ids)
+        return out, v_first, after, statistics
 
     def forward(  # type: ignore[override]
         self, x: Tensor, state: MambaState | None = None, segment_ids: Tensor | None = None
@@ -225,72 +235,93 @@ def _sum_choices(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return total
 
 
+def convolve(
+    x: Tensor, window: Tensor | None, weight: Tensor, bias: Tensor, segment_ids: Tensor | None
+) -> Tensor:
+    """Convolves each feature along time, causally, and applies silu.
+
+    Args:
+        x: [B, T, I].
+        window: the K - 1 inputs before the first, [B, K - 1, I], of x's type; None for zero.
+        weight: [I, K], the last tap for the token itself.
+        bias: [I].
+        segment_ids: document of each token, [B, T]; nothing crosses from one to the next. The
+            window belongs to the first one of its row.
+    Returns:
+        [B, T, I] in x's type.
+    """
+    out: Tensor = _Convolution.apply(x, window, weight, bias, segment_ids)
+    return out
+
+
 class _Convolution(torch.autograd.Function):
     """silu(conv(x)), depthwise and causal; computes what is before the silu again for backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, ids: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        window: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        segment_ids: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, window, weight, bias, ids)
-        return F.silu(_convolved(x, window, weight, bias, ids)).to(x.dtype)
+        ctx.save_for_backward(x, window, weight, bias, segment_ids)
+        return F.silu(_convolved(x, window, weight, bias, segment_ids)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, window, weight, bias, ids = ctx.saved_tensors
-        before = _convolved(x, window, weight, bias, ids)
+        x, window, weight, bias, segment_ids = ctx.saved_tensors
+        before = _convolved(x, window, weight, bias, segment_ids)
         gate = torch.sigmoid(before)
         grad = grad * gate * (1 + before * (1 - gate))  # [B, T, I]
-        padded = torch.cat([window, x], 1)
+        time, taps = x.shape[1], weight.shape[1]
+        padded = _behind(x, window, taps)
         dpadded = torch.zeros_like(padded, dtype=grad.dtype)
         dweight = torch.empty_like(weight, dtype=grad.dtype)
-        time, taps = x.shape[1], weight.shape[1]
         for tap in range(taps):
-            same = _is_same(ids, tap, time)
+            same = _is_same(segment_ids, tap, taps)
             reached = grad if same is None else grad * same
             dpadded[:, tap : tap + time].addcmul_(reached, weight[:, tap])
             dweight[:, tap] = (reached * padded[:, tap : tap + time]).sum((0, 1))
-        dpadded = dpadded.to(x.dtype)
+        dwindow, dx = dpadded.to(x.dtype).split([taps - 1, time], 1)
         dbias = grad.sum((0, 1)).to(bias.dtype)
-        return dpadded[:, taps - 1 :], dpadded[:, : taps - 1], dweight.to(weight.dtype), dbias, None
-
-
-def _is_same(ids: Tensor | None, tap: int, time: int) -> Tensor | None:
-    """Tells which tokens are of the document of the one that a tap of theirs reads, [B, T, 1]."""
-    if ids is None:
-        return None
-    return (ids[:, tap : tap + time] == ids[:, -time:]).unsqueeze(-1)
+        return dx, None if window is None else dwindow, dweight.to(weight.dtype), dbias, None
 
 
 def _convolved(
-    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, ids: Tensor | None
+    x: Tensor, window: Tensor | None, weight: Tensor, bias: Tensor, segment_ids: Tensor | None
 ) -> Tensor:
     """Convolves without the silu, [B, T, I], in float32, or in float64 if x is."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    padded = torch.cat([window, x], 1)
-    time = x.shape[1]
+    time, taps = x.shape[1], weight.shape[1]
+    padded = _behind(x, window, taps)
     total = bias.to(dtype).expand(x.shape).clone()
-    for tap in range(weight.shape[1]):
+    for tap in range(taps):
         read = padded[:, tap : tap + time]
-        same = _is_same(ids, tap, time)
+        same = _is_same(segment_ids, tap, taps)
         if same is not None:
             read = read * same
         total.addcmul_(read.to(dtype), weight[:, tap].to(dtype))
     return total
 
 
-def convolve(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, ids: Tensor | None) -> Tensor:
-    """Convolves each feature along time, causally, and applies silu.
+def _behind(x: Tensor, window: Tensor | None, taps: int) -> Tensor:
+    """Puts x, [B, T, I], behind the window, or behind zeros: [B, K - 1 + T, I]."""
+    if window is None:
+        return F.pad(x, (0, 0, taps - 1, 0))
+    return torch.cat([window, x], 1)
 
-    Args:
-        x: [B, T, I].
-        window: the K - 1 inputs before the first, [B, K - 1, I], of x's type.
-        weight: [I, K], the last tap for the token itself.
-        bias: [I].
-        ids: document of each token, of the window's too, [B, K - 1 + T]; nothing crosses.
-    Returns:
-        [B, T, I] in x's type.
-    """
-    out: Tensor = _Convolution.apply(x, window, weight, bias, ids)
-    return out
+
+def _padded_ids(segment_ids: Tensor, taps: int) -> Tensor:
+    """Documents of the window and of the tokens, [B, K - 1 + T]."""
+    return torch.cat([segment_ids[:, :1].expand(-1, taps - 1), segment_ids], 1)
+
+
+def _is_same(segment_ids: Tensor | None, tap: int, taps: int) -> Tensor | None:
+    """Tells which tokens are of the document of the one that a tap of theirs reads, [B, T, 1]."""
+    if segment_ids is None:
+        return None
+    read = _padded_ids(segment_ids, taps)[:, tap : tap + segment_ids.shape[1]]
+    return (read == segment_ids).unsqueeze(-1)

@@ -27,6 +27,7 @@ from cdrmix import runtime
 from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
 from cdrmix.models.feed_forward import squared_relu
 from cdrmix.models.initialize import normal_
+from cdrmix.planning.blocks.routers import NUM_TOTALS
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -41,9 +42,14 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
     return math.ceil(exact)
 
 
-def num_statistics(config: MoEConfig) -> int:
-    """Number of router statistics of a layer, which `MoEFeedForward.forward` lists."""
-    return 2 * config.num_experts + 3
+def widened(statistics: Tensor, size: int) -> Tensor:
+    """Fills router statistics [2E + 3] up to a row of `size`: zeros for further experts."""
+    further = (size - len(statistics)) // 2
+    if further == 0:
+        return statistics
+    experts = (len(statistics) - NUM_TOTALS) // 2
+    parts = statistics.split([experts, experts, NUM_TOTALS])
+    return torch.cat([*(F.pad(part, (0, further)) for part in parts[:2]), parts[2]])
 
 
 class Router(nn.Module):

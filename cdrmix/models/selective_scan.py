@@ -139,18 +139,22 @@ def scan_chunked(
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Runs the scan chunk by chunk; arguments and results as of `scan_reference`."""
-    keeps = None
-    if segment_ids is not None:
-        keeps = F.pad(segment_ids[:, 1:] == segment_ids[:, :-1], (1, 0), value=True)
     saves = is_differentiated(inputs, s0)
-    y, s = _ChunkedScan.apply(chunk_tokens, keeps, saves, s0, *inputs)
+    y, s = _ChunkedScan.apply(chunk_tokens, segment_ids, saves, s0, *inputs)
     return y, s
+
+
+def _continues(segment_ids: Tensor | None) -> Tensor | None:
+    """Tells which tokens are of the document of the one before, or the first of all, [B, T]."""
+    if segment_ids is None:
+        return None
+    return F.pad(segment_ids[:, 1:] == segment_ids[:, :-1], (1, 0), value=True)
 
 
 class _Chunk:
     """Tokens of a chunk in the type that is computed in, and what follows from them at once."""
 
-    def __init__(self, inputs: ScanInputs, keeps: Tensor | None, span: slice) -> None:
+    def __init__(self, inputs: ScanInputs, continues: Tensor | None, span: slice) -> None:
         dtype = _compute_dtype(inputs.u)
         self.rates = inputs.a.to(dtype).t().contiguous()  # [N, I]
         self.u, self.dt, self.b, self.c, self.z = (
@@ -160,8 +164,8 @@ class _Chunk:
         self.dt = self.dt + inputs.dt_bias.to(dtype)
         self.step = F.softplus(self.dt)  # [B, c, I]
         self.decay = (self.step.unsqueeze(2) * self.rates).exp_()  # [B, c, N, I]
-        if keeps is not None:  # nothing of the document before enters a new one
-            self.decay *= keeps[:, span, None, None]
+        if continues is not None:  # nothing of the document before enters a new one
+            self.decay *= continues[:, span, None, None]
         self.entering = self.step * self.u  # [B, c, I]
 
     def states(self, s: Tensor) -> Tensor:
@@ -187,7 +191,7 @@ class _ChunkedScan(torch.autograd.Function):
     def forward(
         ctx: Any,
         chunk_tokens: int,
-        keeps: Tensor | None,
+        segment_ids: Tensor | None,
         saves: bool,
         s0: Tensor | None,
         *tensors: Tensor,
@@ -200,15 +204,16 @@ class _ChunkedScan(torch.autograd.Function):
         spans = [slice(t, min(t + chunk_tokens, time)) for t in range(0, time, chunk_tokens)]
         out = torch.empty_like(inputs.u)
         entering = s.new_empty(batch, len(spans), states, inner) if saves else None
+        continues = _continues(segment_ids)
         for number, span in enumerate(spans):
             if entering is not None:
                 entering[:, number] = s
-            chunk = _Chunk(inputs, keeps, span)
+            chunk = _Chunk(inputs, continues, span)
             all_states = chunk.states(s)
             out[:, span] = chunk.read(all_states).mul_(F.silu(chunk.z))
             s = all_states[:, -1]
         if entering is not None:
-            ctx.save_for_backward(keeps, entering, *tensors)
+            ctx.save_for_backward(segment_ids, entering, *tensors)
             ctx.spans = spans
             ctx.has_start = s0 is not None
         return out, s.clone()
@@ -216,7 +221,8 @@ class _ChunkedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        keeps, entering, *tensors = ctx.saved_tensors
+        segment_ids, entering, *tensors = ctx.saved_tensors
+        continues = _continues(segment_ids)
         inputs = ScanInputs(*tensors)
         dtype = entering.dtype
         totals = {
@@ -229,7 +235,7 @@ class _ChunkedScan(torch.autograd.Function):
         carried = grad_state.to(dtype)  # gradient of the states after a chunk
         for number in range(len(ctx.spans) - 1, -1, -1):
             span = ctx.spans[number]
-            chunk = _Chunk(inputs, keeps, span)
+            chunk = _Chunk(inputs, continues, span)
             states = chunk.states(entering[:, number])
             parts, carried = _chunk_gradients(chunk, states, grad[:, span].to(dtype), carried)
             for name, part in parts.items():

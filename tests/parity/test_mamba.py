@@ -29,6 +29,7 @@ def make_config(**changes: Any) -> ModelConfig:
         "num_layers": 2,
         "num_heads": 1,
         "vocab_size": 256,
+        "mixers": ["mamba", "routing_mamba"],
         "mamba": {"state_size": STATES},
         "routing_mamba": {"num_experts": 4},
     }

@@ -27,7 +27,7 @@ THEIRS = "transformers"
 def make_mixer(width: int) -> mamba.Mamba:
     """Makes a mixer with initial values."""
     sizes = {"hidden_size": width, "num_layers": 1, "num_heads": width // 64, "vocab_size": 256}
-    mixer = mamba.Mamba(ModelConfig.model_validate({**sizes, "mamba": {}}))
+    mixer = mamba.Mamba(ModelConfig.model_validate({**sizes, "mixers": ["mamba"]}))
     mixer.initialize(seed=0, name="mixer", std=0.02)
     return mixer
 
