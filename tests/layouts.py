@@ -282,7 +282,7 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.models import attention
+    from cdrmix.models import attention, mamba
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
     from cdrmix.parallel import apply, exchange, pipeline, sequence, tensor, zero3
@@ -339,6 +339,7 @@ def plant(broken: str) -> None:
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

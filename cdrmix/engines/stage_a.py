@@ -22,6 +22,7 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import HeldOutLoss
+from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
@@ -37,13 +38,14 @@ from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
-from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.objectives.router import router_losses, router_monitors, routers_in, rows_of
 from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.planning.blocks.routers import RouterPart
 from cdrmix.planning.plan import Plan
 
 # Tensors of one micro-batch, [B, T], by the names that `Loader` gives them.
@@ -53,9 +55,9 @@ Batch = dict[str, Tensor]
 class RouterMeasures(NamedTuple):
     """Router statistics per token and router losses, detached and over all data ranks."""
 
-    per_token: Tensor  # [L, 2E + 3]
-    load_balance: Tensor  # scalar
-    z: Tensor  # scalar
+    per_token: Tensor  # [R, S] as in `planning.blocks.routers`
+    load_balance: Tensor  # of each of `_router_parts`
+    z: Tensor  # of each of them
 
 
 class MicroStep(NamedTuple):
@@ -108,19 +110,31 @@ def loss(
     """
     nats = next_token_nats(embedding, output.hidden, labels, weights)
     loss = nats * nats_scale
-    moe = config.model.moe
     statistics = output.router_statistics
     router = None
-    if moe is not None and statistics is not None:
+    if statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         per_token = mean_over_ranks(statistics, topology) / labels.numel()
-        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-        router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+        found = []
+        for part, sizes in _router_parts(config.model).items():
+            rows = rows_of(per_token, config.model, part)
+            of_part = router_losses(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+            loss = loss + sizes.load_balance_weight * of_part.load_balance
+            loss = loss + sizes.z_loss_weight * of_part.z
+            found.append(of_part)
+        losses = (torch.stack(each).detach() for each in zip(*found, strict=True))
+        router = RouterMeasures(per_token.detach(), *losses)
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
     return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router)
+
+
+def _router_parts(model: ModelConfig) -> dict[RouterPart, MoEConfig | RoutingMambaConfig]:
+    """Halves of the blocks that have routers, with the sizes and loss weights of these."""
+    parts: tuple[RouterPart, ...] = ("ffn", "mixer")
+    found = {part: routers_in(model, part) for part in parts}
+    return {part: sizes for part, sizes in found.items() if sizes is not None}
 
 
 class StepResult(NamedTuple):
@@ -203,12 +217,34 @@ def _pass_through_stages(
     return parts
 
 
-_ROUTER_METRICS = (
-    "moe/overflow_fraction",
-    "moe/routing_entropy_bits",
-    "moe/load_balance_loss",
-    "moe/z_loss",
-)
+# By the half of a block: of experts in feed-forwards, and of Routing Mamba, which has no capacity.
+_ROUTER_METRICS: dict[RouterPart, tuple[str, ...]] = {
+    "ffn": (
+        "moe/overflow_fraction",
+        "moe/routing_entropy_bits",
+        "moe/load_balance_loss",
+        "moe/z_loss",
+    ),
+    "mixer": (
+        "routing_mamba/routing_entropy_bits",
+        "routing_mamba/load_balance_loss",
+        "routing_mamba/z_loss",
+    ),
+}
+
+
+def _routing(model: ModelConfig, measures: RouterMeasures) -> list[float]:
+    """Values of `_ROUTER_METRICS`, of the parts that a model has."""
+    values = []
+    losses = zip(measures.load_balance.tolist(), measures.z.tolist(), strict=True)
+    for (part, sizes), of_part in zip(_router_parts(model).items(), losses, strict=True):
+        rows = rows_of(measures.per_token.cpu(), model, part)
+        monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+        if part == "ffn":
+            values.append(float(monitors.overflow_fraction.mean()))
+        values += [float(monitors.entropy_bits.mean()), *of_part]
+    return values
+
 
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
@@ -371,25 +407,15 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
-        moe = run.config.model.moe
         training = run.config.training
         topology = run.topology
-        names = _ROUTER_METRICS if moe else ()
+        names = [n for part in _router_parts(run.config.model) for n in _ROUTER_METRICS[part]]
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
         sums = torch.zeros(1 + len(names), dtype=torch.float64)
         sums[0] = result.nats
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
-        if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
-            monitors = router_monitors(
-                result.router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
-            )
-            routing = (
-                float(monitors.overflow_fraction.mean()),
-                float(monitors.entropy_bits.mean()),
-                float(result.router.load_balance),
-                float(result.router.z),
-            )
-            sums[1:] = torch.tensor(routing, dtype=sums.dtype)
+        if result.router and topology.counts_tokens and topology.data_rank == 0:
+            sums[1:] = torch.tensor(_routing(run.config.model, result.router), dtype=sums.dtype)
         nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
         metrics = {
             "loss": nats / result.tokens,
@@ -419,10 +445,14 @@ class Pretraining(Stage[Batch, StepResult]):
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
         verdicts = [run.health.loss_known(run.step, metrics["loss"])]
-        if run.config.model.moe:
-            overflow, entropy_bits = (metrics[name] for name in _ROUTER_METRICS[:2])
+        if _router_parts(run.config.model):
             verdicts.append(
-                run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+                run.health.routing_known(
+                    run.step,
+                    entropy_bits=metrics.get("moe/routing_entropy_bits"),
+                    overflow=metrics.get("moe/overflow_fraction", 0.0),
+                    mixer_entropy_bits=metrics.get("routing_mamba/routing_entropy_bits"),
+                )
             )
         return verdicts
 

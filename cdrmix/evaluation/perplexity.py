@@ -20,11 +20,11 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
-from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
-from cdrmix.objectives.router import router_monitors
+from cdrmix.objectives.router import router_monitors, routers_in, rows_of
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.planning.blocks.routers import RouterPart, num_statistics, router_places
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
@@ -36,12 +36,12 @@ _NUM_WHOLE_SUMS = 3
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Routing of one MoE layer over the held-out tokens.
+    """Routing of one MoE layer, or Routing Mamba mixer, over the held-out tokens.
 
     Attributes:
         layer: its number in the model, from 0; of a Hugging Face model, among its MoE layers.
         utilisation: share of assignments per expert, summing to 1.
-        overflow_fraction: share of assignments beyond the capacity factor.
+        overflow_fraction: share of assignments beyond the capacity factor; 0 of a mixer.
         routing_entropy_bits: entropy of the utilisation.
     """
 
@@ -72,6 +72,7 @@ class Evaluation:
         layers: routing per MoE layer; empty for a dense model.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
+        mixers: routing per Routing Mamba mixer; empty without any.
     """
 
     loss: float
@@ -80,12 +81,15 @@ class Evaluation:
     tokens: int
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
+    mixers: list[LayerRouting] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as in metrics.json; `domains` only where there are several."""
+        """Returns the fields as in metrics.json; `domains` only where there are several, `mixers`
+        where some have experts."""
         fields = asdict(self)
-        if not self.domains:
-            del fields["domains"]
+        for name in ("domains", "mixers"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def table(self) -> str:
@@ -103,14 +107,15 @@ class Evaluation:
                 f"{each.domain:{width}}  {each.loss:8.4f}  {each.perplexity:12.2f}"
                 f"  {each.tokens:14,}"
             )
-        if self.layers:
-            lines += ["", "layer  entropy bits  overflow  use of each expert"]
-        for routing in self.layers:
-            shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
-            lines.append(
-                f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
-                f"  {routing.overflow_fraction:8.2%}  {shares}"
-            )
+        for kind, routed in (("layer", self.layers), ("mixer", self.mixers)):
+            if routed:
+                lines += ["", f"{kind}  entropy bits  overflow  use of each expert"]
+            for routing in routed:
+                shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
+                lines.append(
+                    f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
+                    f"  {routing.overflow_fraction:8.2%}  {shares}"
+                )
         return "\n".join(lines)
 
 
@@ -161,9 +166,8 @@ def evaluate(
     num_sums = _NUM_WHOLE_SUMS + (2 * num_domains if num_domains > 1 else 0)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
-    if (moe := model.config.moe) is not None:
-        routing = totals.new_zeros(model.num_moe_layers * num_statistics(moe))
-        totals = torch.cat([totals, routing])
+    routing = totals.new_zeros(model.num_routers * num_statistics(model.config))
+    totals = torch.cat([totals, routing])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
@@ -238,15 +242,12 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
                 each = of_domain / count
                 domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
     layers = []
-    if (moe := config.moe) is not None:
-        per_token = (parts / totals[2]).view(-1, num_statistics(moe)).cpu()
-        monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-        rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        layers = [
-            LayerRouting(layer, *values)
-            for layer, values in zip(_moe_layers(config, len(rows)), rows, strict=True)
-        ]
+    mixers = []
+    per_token = (parts / totals[2]).view(-1, num_statistics(config)).cpu()
+    if len(per_token) and routers_in(config, "ffn") is not None:
+        layers = _layer_routing(per_token, config, "ffn")
+    if routers_in(config, "mixer") is not None:
+        mixers = _layer_routing(per_token, config, "mixer")
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -254,12 +255,22 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
         tokens=tokens,
         layers=layers,
         domains=domains,
+        mixers=mixers,
     )
 
 
-def _moe_layers(config: ModelConfig, number: int) -> Sequence[int]:
-    """Layers with a router, from 0 at the input; of a Hugging Face model they are numbered."""
-    return config.moe_layers() if config.kind == "rwkx" else range(number)
+def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> list[LayerRouting]:
+    """Routing of each layer that has a router in one half of its block."""
+    sizes = routers_in(config, part)
+    assert sizes is not None, "the model has such routers"
+    rows = rows_of(per_token, config, part)
+    monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    layers: Sequence[int] = range(len(rows))
+    if config.kind == "rwkx":
+        layers = [place.layer for place in router_places(config) if place.part == part]
+    return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]
 
 
 def _perplexity(loss: float) -> float:

@@ -170,10 +170,10 @@ class TimeMix(Mixer):
 
     def mix(
         self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, TimeMixState]:
-        """Mixes as `forward`."""
-        mixed: tuple[Tensor, Tensor, TimeMixState] = self(x, v_first, state, segment_ids)
-        return mixed
+    ) -> tuple[Tensor, Tensor | None, TimeMixState, None]:
+        """Mixes as `forward`; without a router."""
+        out, v_first, after = self(x, v_first, state, segment_ids)
+        return out, v_first, after, None
 
     def forward(
         self,

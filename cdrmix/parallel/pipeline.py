@@ -13,8 +13,8 @@ after each step.
 `StagedBackbone` runs the stages for evaluation and decoding, called as `Backbone` is.
 """
 
-# B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
-# S router statistics
+# B batch, T tokens of this sequence rank, D hidden, V vocabulary, R routers up to a stage boundary,
+# S statistics in a row
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
-from cdrmix.models.moe import num_statistics
 from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.blocks.block_type import is_v_first_made
+from cdrmix.planning.blocks.routers import num_statistics, router_places
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stages import stage_layers
 
@@ -135,12 +135,10 @@ class PipelineStage(nn.Module):
         if self.v_first_arrives:
             # cut as heads are: each tensor rank sends those of its own to its peer
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
-        if self.config.moe is not None:
-            # counts of assignments, which bf16 would round beyond 256, [L, S]
-            before = sum(map(self.config.has_experts, range(self.layers.start)))
-            if before:
-                statistics = (before, num_statistics(self.config.moe))
-                parts.append((statistics, torch.float32))
+        before = len(router_places(self.config, range(self.layers.start)))
+        if before:
+            # counts of assignments, which bf16 would round beyond 256, [R, S]
+            parts.append(((before, num_statistics(self.config)), torch.float32))
         return parts
 
     def _unpack(
@@ -217,9 +215,9 @@ class StagedBackbone:
         return self._stage.training
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with a router, of all stages."""
-        return len(self.config.moe_layers())
+    def num_routers(self) -> int:
+        """Routers of all stages."""
+        return len(router_places(self.config))
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
