@@ -115,8 +115,16 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
     (
         "stage-without-experts",
-        layout("model.moe.layers=[2, 3]", pipeline=2),
+        layout("model.moe.layers=[0, 1]", pipeline=2),
         layout("model.moe.layers=[0, 3]", pipeline=2),
+    ),
+    *(
+        (
+            f"block-types-with-{axis}-unavailable",
+            layout("model.mixers=[mamba*4]", **degrees),
+            layout("model.mixers=[rwkv*4]", **degrees),
+        )
+        for axis, degrees in (("tensor", {"tensor": 2}), ("sequence", {"data": 2, "sequence": 2}))
     ),
     ("batch-divides", layout(data=3), layout("training.global_batch_size=9", data=3)),
     (
