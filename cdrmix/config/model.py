@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -36,6 +38,11 @@ BLOCK_TYPES = {
     "mamba": "cdrmix.planning.blocks.mamba:MambaBlock",
     "routing_mamba": "cdrmix.planning.blocks.mamba:RoutingMambaBlock",
 }
+# Sections that only some block types read, each with these.
+_USERS_OF_SECTIONS = {
+    "mamba": ("mamba", "routing_mamba"),
+    "routing_mamba": ("routing_mamba",),
+}
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
@@ -43,22 +50,29 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
+_SCHEDULE_KEYS = ("schedule", "transformer_fraction")
 _RWKX_KEYS = (
-    "schedule",
-    "transformer_fraction",
+    *_SCHEDULE_KEYS,
+    "mixers",
     "mamba",
     "routing_mamba",
+    "ffn_activation",
     "init_std_scale",
     "rope_theta",
 )
+# An entry of `mixers`: NAME, or NAME*N for N layers.
+_MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
 
 
 class MoEConfig(Section):
-    """Mixture-of-experts feed-forward: two-matrix squared-ReLU experts, top-k routed."""
+    """Mixture-of-experts feed-forward: experts of model.ffn_activation, top-k routed."""
 
     num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
     top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
     expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
+    layers: tuple[int, ...] | None = Field(None, min_length=1, strict=False)
+    """Layers whose feed-forward is of experts, from 0 at the input, rising; the others are dense.
+    null: all."""
     # Below 1, tokens would be dropped even if all experts were chosen equally often.
     capacity_factor: float = Field(1.25, ge=1.0)
     """Slots per expert over tokens * top_k / num_experts (ratio); also the reference of the
@@ -80,6 +94,13 @@ class MoEConfig(Section):
                 f"expert_hidden_size = {value} is no multiple of 8, which the grouped matrix "
                 f"product of the experts needs. Try {value - value % 8 + 8}"
             )
+        return value
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_rise(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (list(value) != sorted(set(value)) or value[0] < 0):
+            raise ValueError("numbers of layers from 0 on, each once, in rising order")
         return value
 
     @model_validator(mode="after")
@@ -201,10 +222,14 @@ class ModelConfig(Section):
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
     mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
-    """TEMPORARY."""
+    """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
+    transformer, mamba or routing_mamba; NAME*N stands for N layers. null: by the schedule."""
     ffn_hidden_size: int = Field(ge=1)
-    """Inner width of the dense feed-forward used when moe is null (features); top_k *
+    """Inner width of a dense feed-forward, of layers without experts (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
+    ffn_activation: Literal["squared_relu", "swiglu"] = "squared_relu"
+    """Feed-forwards and experts. squared_relu: two matrices, down(relu(up x)^2). swiglu: three,
+    down(silu(gate x) * up x)."""
     moe: MoEConfig | None = None
     """Mixture-of-experts feed-forward; null is a dense model."""
     mtp: MtpConfig | None = None
@@ -242,7 +267,7 @@ class ModelConfig(Section):
                 if _is_count(inner) and _is_count(top_k):
                     width = inner * top_k
             filled["ffn_hidden_size"] = width
-        _fill_mamba(filled)
+        _fill_sections(filled)
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -260,6 +285,24 @@ class ModelConfig(Section):
             f"hidden_size / num_heads = {hidden} / {heads} = {value:g}; a head has 32, 64 or 128 "
             f"features. Try {advice}"
         )
+
+    @field_validator("mixers", mode="before")
+    @classmethod
+    def _mixers_are_known(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+            return value
+        expanded: list[str] = []
+        for entry in value:
+            match = _MIXER_ENTRY.fullmatch(entry)
+            name = match[1] if match else entry
+            if match is None or name not in BLOCK_TYPES:
+                (near,) = difflib.get_close_matches(name, BLOCK_TYPES, n=1, cutoff=0)
+                raise ValueError(
+                    f"{entry!r}: give a block type, or a type and a number of layers as in "
+                    f"'{near}*3'. Known: {', '.join(BLOCK_TYPES)}"
+                )
+            expanded += [name] * int(match[2] or 1)
+        return expanded
 
     @model_validator(mode="after")
     def _parts_fit(self) -> ModelConfig:
@@ -283,14 +326,36 @@ class ModelConfig(Section):
                 f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
             )
         # For its error: a fraction that cannot be interleaved is refused with the file.
-        kinds = set(self.layer_kinds())
-        for key, of in (
-            ("mamba", {"mamba", "routing_mamba"}),
-            ("routing_mamba", {"routing_mamba"}),
-        ):
-            if getattr(self, key) is not None and not kinds & of:
-                raise ValueError(f"{key} has no meaning without a {key} layer. Leave it out")
+        self.layer_kinds()
+        self._check_layers()
         return self
+
+    def _check_layers(self) -> None:
+        """Raises ValueError where `mixers` or `moe.layers` do not fit the other keys."""
+        if self.mixers is not None:
+            if len(self.mixers) != self.num_layers:
+                raise ValueError(
+                    f"mixers names {len(self.mixers)} layers, and num_layers = {self.num_layers}"
+                )
+            for key in _SCHEDULE_KEYS:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key} has no meaning with mixers, which names the type of each layer. "
+                        "Leave one of them out"
+                    )
+        kinds = set(self.layer_kinds())
+        for key, users in _USERS_OF_SECTIONS.items():
+            if getattr(self, key) is not None and kinds.isdisjoint(users):
+                raise ValueError(
+                    f"{key} has no meaning without a layer of the type {' or '.join(users)} in "
+                    "mixers. Leave it out"
+                )
+        last = self.moe_layers()[-1:]
+        if last and last[0] >= self.num_layers:
+            raise ValueError(
+                f"moe.layers names layer {last[0]}, and num_layers = {self.num_layers}: the last "
+                f"one is {self.num_layers - 1}"
+            )
 
     @property
     def has_deepspeed_experts(self) -> bool:
@@ -303,14 +368,21 @@ class ModelConfig(Section):
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
-        return tuple(range(self.num_layers)) if self.moe is not None else ()
+        if self.moe is None:
+            return ()
+        return tuple(range(self.num_layers)) if self.moe.layers is None else self.moe.layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if the feed-forward of a layer is dense."""
+        return len(self.moe_layers()) < self.num_layers
 
     def has_experts(self, layer: int) -> bool:
         """True if the feed-forward of a layer is of experts."""
         return layer in self.moe_layers()
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Block type of each layer from the input, by name: of `schedule` and
+        """Block type of each layer from the input, by name: of `mixers`, or else of `schedule` and
         `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
         number."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
@@ -348,14 +420,14 @@ class ModelConfig(Section):
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
 
 
-def _fill_mamba(filled: dict[str, Any]) -> None:
-    """Fills in the sections of Mamba layers where the model has such layers, in place."""
-    entries = filled.get("mixers") or ()
-    kinds = {str(entry).partition("*")[0] for entry in entries}
-    if kinds & {"mamba", "routing_mamba"} and filled.get("mamba") is None:
-        filled["mamba"] = {}
-    if "routing_mamba" in kinds and filled.get("routing_mamba") is None:
-        filled["routing_mamba"] = {}
+def _fill_sections(filled: dict[str, Any]) -> None:
+    """Fills in the sections that block types of the model need, in place."""
+    entries = filled.get("mixers")
+    if isinstance(entries, list | tuple):
+        kinds = {str(entry).partition("*")[0] for entry in entries}
+        for key, users in _USERS_OF_SECTIONS.items():
+            if not kinds.isdisjoint(users) and filled.get(key) is None:
+                filled[key] = {}
 
 
 def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
@@ -382,6 +454,8 @@ def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
             given = given.model_dump()
         if isinstance(size, dict):
             given = given if isinstance(given, dict) else {}
+            if given.get("layers") is not None:
+                raise ValueError("moe.layers has no meaning with kind = hf. Leave it out")
             changed = {name: given[name] for name in _EXPERT_SIZES if name in given}
             if given.get("drop_tokens"):
                 raise ValueError(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
 from cdrmix.objectives.router import router_monitors, routers_in, rows_of
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
-from cdrmix.planning.blocks.routers import RouterPart, num_statistics
+from cdrmix.planning.blocks.routers import RouterPart, num_statistics, router_places
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
@@ -38,7 +39,7 @@ class LayerRouting:
     """Routing of one MoE layer, or Routing Mamba mixer, over the held-out tokens.
 
     Attributes:
-        layer: index among the MoE layers, or among these mixers.
+        layer: its number in the model, from 0; of a Hugging Face model, among its MoE layers.
         utilisation: share of assignments per expert, summing to 1.
         overflow_fraction: share of assignments beyond the capacity factor; 0 of a mixer.
         routing_entropy_bits: entropy of the utilisation.
@@ -265,8 +266,11 @@ def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> 
     rows = rows_of(per_token, config, part)
     monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
     columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-    values = zip(*(column.tolist() for column in columns), strict=True)
-    return [LayerRouting(number, *each) for number, each in enumerate(values)]
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
+    layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered
+    if config.kind == "rwkx":
+        layers = [place.layer for place in router_places(config) if place.part == part]
+    return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]
 
 
 def _perplexity(loss: float) -> float:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
-from cdrmix.models.feed_forward import squared_relu
+from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.blocks.routers import NUM_TOTALS
 
@@ -170,10 +170,15 @@ def _exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls."""
+    """The experts of one rank, two matrices each or three with SwiGLU, in grouped matmuls."""
 
-    def __init__(self, num_local: int, inner: int, hidden: int, *, group_name: str) -> None:
+    def __init__(
+        self, num_local: int, inner: int, hidden: int, *, is_gated: bool = False, group_name: str
+    ) -> None:
         super().__init__()
+        self.gate: nn.Parameter | None = None
+        if is_gated:
+            self.gate = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.up = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.down = nn.Parameter(torch.empty(num_local, hidden, inner))
         for parameter in self.parameters():  # marks by which DeepSpeed finds experts
@@ -182,7 +187,11 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
-        inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
+        inner = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)  # [M, F]
+        if self.gate is None:
+            inner = squared_relu(inner)
+        else:
+            inner = swiglu(F.grouped_mm(rows, self.gate.transpose(1, 2), offs=ends), inner)
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
@@ -190,10 +199,17 @@ class ExpertLayer(MOELayer):
     """Routes tokens to the experts of the expert group and back."""
 
     def __init__(
-        self, moe: MoEConfig, hidden: int, *, group_name: str, expert_parallel_size: int
+        self, config: ModelConfig, moe: MoEConfig, *, group_name: str, expert_parallel_size: int
     ) -> None:
+        hidden = config.hidden_size
         local = moe.num_experts // expert_parallel_size
-        experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
+        experts = GroupedExperts(
+            local,
+            moe.expert_hidden_size,
+            hidden,
+            is_gated=config.ffn_activation == "swiglu",
+            group_name=group_name,
+        )
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
         # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
@@ -285,8 +301,8 @@ class MoEFeedForward(MoE):
             k=config.moe.top_k,
         )
         self.deepspeed_moe = ExpertLayer(
+            config,
             config.moe,
-            config.hidden_size,
             group_name=self.expert_group_name,
             expert_parallel_size=expert_parallel_size,
         )
@@ -308,11 +324,13 @@ class MoEFeedForward(MoE):
     def initialize(
         self, *, seed: int, name: str, std: float, expert_parallel_rank: int = 0
     ) -> None:
-        """Sets normal router and up projections, and zero down projections."""
+        """Sets normal router and projections up, and zero down projections."""
         layer = self.deepspeed_moe
         normal_(layer.gate.weight, std, seed=seed, name=f"{name}.router")
         # by global number, so that every layout starts from the same experts
         first = expert_parallel_rank * self.num_local_experts
-        for i, up in enumerate(layer.experts.up):
-            normal_(up, std, seed=seed, name=f"{name}.experts.{first + i}.up")
+        entering = {"gate": layer.experts.gate, "up": layer.experts.up}
+        for matrix, stacked in entering.items():
+            for i, each in enumerate(stacked if stacked is not None else ()):
+                normal_(each, std, seed=seed, name=f"{name}.experts.{first + i}.{matrix}")
         layer.experts.down.zero_()
