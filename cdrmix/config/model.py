@@ -38,6 +38,11 @@ BLOCK_TYPES = {
     "mamba": "cdrmix.planning.blocks.mamba:MambaBlock",
     "routing_mamba": "cdrmix.planning.blocks.mamba:RoutingMambaBlock",
 }
+# Sections that only some block types read, each with these.
+_USERS_OF_SECTIONS = {
+    "mamba": ("mamba", "routing_mamba"),
+    "routing_mamba": ("routing_mamba",),
+}
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
@@ -262,7 +267,7 @@ class ModelConfig(Section):
                 if _is_count(inner) and _is_count(top_k):
                     width = inner * top_k
             filled["ffn_hidden_size"] = width
-        _fill_mamba(filled)
+        _fill_sections(filled)
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -339,12 +344,12 @@ class ModelConfig(Section):
                         "Leave one of them out"
                     )
         kinds = set(self.layer_kinds())
-        for key, of in (
-            ("mamba", {"mamba", "routing_mamba"}),
-            ("routing_mamba", {"routing_mamba"}),
-        ):
-            if getattr(self, key) is not None and not kinds & of:
-                raise ValueError(f"{key} has no meaning without a {key} layer. Leave it out")
+        for key, users in _USERS_OF_SECTIONS.items():
+            if getattr(self, key) is not None and kinds.isdisjoint(users):
+                raise ValueError(
+                    f"{key} has no meaning without a layer of the type {' or '.join(users)} in "
+                    "mixers. Leave it out"
+                )
         last = self.moe_layers()[-1:]
         if last and last[0] >= self.num_layers:
             raise ValueError(
@@ -415,14 +420,14 @@ class ModelConfig(Section):
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
 
 
-def _fill_mamba(filled: dict[str, Any]) -> None:
-    """Fills in the sections of Mamba layers where the model has such layers, in place."""
-    entries = filled.get("mixers") or ()
-    kinds = {str(entry).partition("*")[0] for entry in entries}
-    if kinds & {"mamba", "routing_mamba"} and filled.get("mamba") is None:
-        filled["mamba"] = {}
-    if "routing_mamba" in kinds and filled.get("routing_mamba") is None:
-        filled["routing_mamba"] = {}
+def _fill_sections(filled: dict[str, Any]) -> None:
+    """Fills in the sections that block types of the model need, in place."""
+    entries = filled.get("mixers")
+    if isinstance(entries, list | tuple):
+        kinds = {str(entry).partition("*")[0] for entry in entries}
+        for key, users in _USERS_OF_SECTIONS.items():
+            if not kinds.isdisjoint(users) and filled.get(key) is None:
+                filled[key] = {}
 
 
 def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:

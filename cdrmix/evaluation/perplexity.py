@@ -266,8 +266,8 @@ def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> 
     rows = rows_of(per_token, config, part)
     monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
     columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-    values = zip(*(column.tolist() for column in columns), strict=True)
-    layers: Sequence[int] = range(len(rows))
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
+    layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered
     if config.kind == "rwkx":
         layers = [place.layer for place in router_places(config) if place.part == part]
     return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]

@@ -54,7 +54,7 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
-    mixers: tuple[str, ...] | None = None
+    mixers: tuple[str, ...] | None = None  # block types of the layers
 
     @property
     def readers(self) -> int:
@@ -153,8 +153,8 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
-                "mixers": case.mixers,
                 **listed,
+                **({"mixers": case.mixers} if case.mixers else {}),
             },
             "parallel": {
                 "expert": case.expert,

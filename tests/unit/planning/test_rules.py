@@ -23,6 +23,8 @@ SPANS = (
     "training.activation_checkpointing=true",
     "training.sequence_checkpoint_tokens=64",
 )
+MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
+ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -112,6 +114,13 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ),
     ("expert-divides-tensor", layout(data=2, expert=4), layout(data=2, tensor=2, expert=4)),
     ("experts-of-a-dense-model", layout("model.moe=null", data=2, expert=2), layout(data=2)),
+    ("experts-of-a-dense-model", layout(*ROUTING_MAMBA, data=2, expert=2), layout(*MAMBA, data=2)),
+    ("block-types-with-tensor-unavailable", layout(*MAMBA, tensor=2), layout(tensor=2)),
+    (
+        "block-types-with-sequence-unavailable",
+        layout(*MAMBA, data=2, sequence=2),
+        layout(*MAMBA, data=2),
+    ),
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
     (
         "stage-without-experts",
