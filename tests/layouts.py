@@ -275,10 +275,11 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
+    from cdrmix.engines import stage_a
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
+    from cdrmix.parallel import exchange, pipeline, sequence, tensor, thresholds, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         """Change what a stage makes of the part-th tensor that crossed the border before it."""
@@ -319,6 +320,12 @@ def plant(broken: str) -> None:
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "local fractions": lambda: setattr(
+            thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
+        ),
+        "local predictor loss": lambda: setattr(
+            stage_a, "predictor_loss", lambda statistics: 2 * statistics[:, 4].mean()
+        ),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

@@ -34,14 +34,17 @@ from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
+from cdrmix.models.mixture_of_depths import NUM_STATISTICS
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
+from cdrmix.objectives.depth import depth_monitors, predictor_loss
 from cdrmix.objectives.language_model import sum_weights
-from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.objectives.router import router_losses, router_monitors, tokens_routed
 from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_nats
 from cdrmix.planning.plan import Plan
@@ -64,6 +67,7 @@ class MicroStep(NamedTuple):
     loss: Tensor  # to run backward from, scalar
     nats: Tensor  # summed cross-entropy of this rank's tokens, weighted, scalar, detached
     router: RouterMeasures | None  # None for a dense model
+    depth: Tensor | None = None  # `Output.depth_statistics`, of this rank's tokens, detached
 
 
 def micro_step(
@@ -112,15 +116,27 @@ def loss(
     statistics = output.router_statistics
     router = None
     if moe is not None and statistics is not None:
+        sizes = {"num_experts": moe.num_experts, "top_k": moe.top_k}
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
-        per_token = mean_over_ranks(statistics, topology) / labels.numel()
-        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+        per_token = mean_over_ranks(statistics, topology)
+        if config.model.mod is None:
+            per_token = per_token / labels.numel()
+        else:  # of tokens that reach the layer
+            per_token = per_token / tokens_routed(per_token, **sizes)
+        losses = router_losses(per_token, **sizes)
         loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
         router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+    depth = output.depth_statistics
+    if depth is not None:
+        assert config.model.mod is not None, "no other model has routed blocks"
+        if config.model.mod.mode == "topk":
+            # all ranks have equally many tokens, so the mean over ranks is that over all tokens
+            loss = loss + config.model.mod.predictor_weight * predictor_loss(depth)
+        depth = depth.detach()
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router)
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router, depth)
 
 
 class StepResult(NamedTuple):
@@ -132,6 +148,9 @@ class StepResult(NamedTuple):
     # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
     router: RouterMeasures | None
     seconds: float  # wall time, without the waits for data and for other ranks before it
+    # Sums over this rank's tokens, [L, S]; None without Mixture of Depths, and before the last
+    # pipeline stage.
+    depth: Tensor | None = None
 
 
 def train_step(
@@ -164,15 +183,18 @@ def train_step(
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
+    move_thresholds(engine.module, config, topology, step=step)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     routers = [part.router for part in parts if part.router]
     means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
+    depths = [part.depth.double() for part in parts if part.depth is not None]
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
         tokens=tokens,
         router=RouterMeasures(*means) if routers else None,
         seconds=time.perf_counter() - began,
+        depth=torch.stack(depths).sum(0) if depths else None,
     )
 
 
@@ -210,9 +232,32 @@ _ROUTER_METRICS = (
     "moe/z_loss",
 )
 
+_DEPTH_METRICS = {
+    "mod/fraction": "fraction",
+    "mod/threshold": "threshold",
+    "mod/predictor_accuracy": "predictor_accuracy",
+    "mod/predictor_loss": "predictor_nats",
+    "mod/position_correlation": "position_correlation",
+}
+
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
+
+
+def _depth_metrics(config: Config, statistics: Tensor) -> dict[str, float]:
+    """Metrics of Mixture of Depths from sums over all ranks, [L, S]; none without it."""
+    mod = config.model.mod
+    if mod is None:
+        return {}
+    found = depth_monitors(statistics)
+    of_other_mode = "threshold" if mod.mode == "topk" else "predictor"
+    metrics = {
+        name: float(getattr(found, key).mean())
+        for name, key in _DEPTH_METRICS.items()
+        if not key.startswith(of_other_mode)
+    }
+    return metrics
 
 
 def _tokens_between(config: Config) -> int:
@@ -375,9 +420,13 @@ class Pretraining(Stage[Batch, StepResult]):
         training = run.config.training
         topology = run.topology
         names = _ROUTER_METRICS if moe else ()
+        depth = torch.zeros(len(run.config.model.routed_layers()), NUM_STATISTICS).double()
+        if result.depth is not None and topology.counts_tokens:
+            depth = result.depth.cpu()
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        sums = torch.zeros(1 + len(names), dtype=torch.float64)
+        sums = torch.zeros(1 + len(names) + depth.numel(), dtype=torch.float64)
         sums[0] = result.nats
+        sums[1 + len(names) :] = depth.flatten()
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
         if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
             monitors = router_monitors(
@@ -389,14 +438,16 @@ class Pretraining(Stage[Batch, StepResult]):
                 float(result.router.load_balance),
                 float(result.router.z),
             )
-            sums[1:] = torch.tensor(routing, dtype=sums.dtype)
-        nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+            sums[1 : 1 + len(names)] = torch.tensor(routing, dtype=sums.dtype)
+        summed = runtime.all_reduce_sum(sums.to(runtime.device())).cpu()
+        nats, *means = summed[: 1 + len(names)].tolist()
         metrics = {
             "loss": nats / result.tokens,
             "learning_rate": learning_rate(run.step - 1, training),
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **dict(zip(names, means, strict=True)),
+            **_depth_metrics(run.config, summed[1 + len(names) :].view_as(depth)),
             **self._samples_by_domain(run),
         }
         if training.precision == "fp16":

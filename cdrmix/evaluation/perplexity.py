@@ -19,9 +19,11 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
+from cdrmix.models.mixture_of_depths import NUM_STATISTICS
 from cdrmix.models.moe import num_statistics
+from cdrmix.objectives.depth import depth_monitors
 from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
-from cdrmix.objectives.router import router_monitors
+from cdrmix.objectives.router import router_monitors, tokens_routed
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
 
@@ -51,6 +53,21 @@ class LayerRouting:
 
 
 @dataclass(frozen=True)
+class BlockDepth:
+    """Tokens that a routed block of Mixture of Depths took of the held-out ones.
+
+    Attributes:
+        layer: of the model, from 0 at the input.
+        fraction: share of the tokens.
+        position_correlation: of being taken with the place in the row.
+    """
+
+    layer: int
+    fraction: float
+    position_correlation: float
+
+
+@dataclass(frozen=True)
 class DomainLoss:
     """Loss over the predicted tokens of one domain (nats per token), and their number."""
 
@@ -69,6 +86,7 @@ class Evaluation:
         bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
         tokens: predicted tokens.
         layers: routing per MoE layer; empty for a dense model.
+        depth: of each routed block; empty without Mixture of Depths.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
     """
@@ -79,12 +97,15 @@ class Evaluation:
     tokens: int
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
+    depth: list[BlockDepth] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as in metrics.json; `domains` only where there are several."""
+        """Returns the fields as in metrics.json; `domains` only where there are several, `depth`
+        with Mixture of Depths."""
         fields = asdict(self)
-        if not self.domains:
-            del fields["domains"]
+        for name in ("domains", "depth"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def table(self) -> str:
@@ -109,6 +130,12 @@ class Evaluation:
             lines.append(
                 f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
                 f"  {routing.overflow_fraction:8.2%}  {shares}"
+            )
+        if self.depth:
+            lines += ["", "block  tokens taken  correlation with place"]
+        for block in self.depth:
+            lines.append(
+                f"{block.layer:5}  {block.fraction:12.1%}  {block.position_correlation:22.3f}"
             )
         return "\n".join(lines)
 
@@ -163,6 +190,8 @@ def evaluate(
     if (moe := model.config.moe) is not None:
         routing = totals.new_zeros(model.num_moe_layers * num_statistics(moe))
         totals = torch.cat([totals, routing])
+    num_routed = len(model.config.routed_layers())
+    totals = torch.cat([totals, totals.new_zeros(num_routed * NUM_STATISTICS)])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
@@ -220,6 +249,8 @@ def _batch_sums(
         sums = [nats.sum().reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
+    if output.depth_statistics is not None:
+        sums.append(output.depth_statistics.reshape(-1))
     return torch.cat([values.double() for values in sums])
 
 
@@ -236,9 +267,19 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
             if count:
                 each = of_domain / count
                 domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+    depth = []
+    if routed := config.routed_layers():
+        parts, statistics = parts.tensor_split([len(parts) - len(routed) * NUM_STATISTICS])
+        found = depth_monitors(statistics.view(len(routed), -1))
+        columns = (found.fraction.tolist(), found.position_correlation.tolist())
+        depth = [BlockDepth(*values) for values in zip(routed, *columns, strict=True)]
     layers = []
     if (moe := config.moe) is not None:
-        per_token = (parts / totals[2]).view(-1, num_statistics(moe)).cpu()
+        sums = parts.view(-1, num_statistics(moe))
+        tokens = totals[2]
+        if routed:
+            tokens = tokens_routed(sums, num_experts=moe.num_experts, top_k=moe.top_k)
+        per_token = (sums / tokens).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -250,6 +291,7 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
         tokens=tokens,
         layers=layers,
         domains=domains,
+        depth=depth,
     )
 
 

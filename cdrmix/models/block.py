@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
@@ -27,6 +28,14 @@ class BlockState(NamedTuple):
 
     mixer: TimeMixState | AttentionState
     channel_last: Tensor | None  # last normalised input of an RWKV block's feed-forward, [B, D]
+
+
+class Gathered(NamedTuple):
+    """Tokens of a row that a block runs on where they are some of it, in order."""
+
+    positions: Tensor  # in the whole row, [B, T]
+    # False for what fills rows of fewer tokens, at their ends, [B, T]; None: all are tokens
+    is_token: Tensor | None
 
 
 def rms_norm(config: ModelConfig) -> nn.RMSNorm:
@@ -63,14 +72,15 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None = None,
         segment_ids: Tensor | None = None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState]:
         """Runs the block on the residual stream, [B, T, D]; arguments as of `TimeMix.forward`.
 
-        Gives residual stream, v_first, router statistics [S] or None, state after token T.
+        `gathered` is None where x is of whole rows. Gives residual stream, v_first, router statistics [S] or None, state after token T.
         """
-        x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids)
+        x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids, gathered)
         last = state.channel_last if state else None
-        x, statistics, channel_last = self.feed(x, last, segment_ids)
+        x, statistics, channel_last = self.feed(x, last, segment_ids, gathered)
         return x, v_first, statistics, BlockState(mixer_state, channel_last)
 
     def mix(
@@ -79,6 +89,7 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None,
         segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, TimeMixState | AttentionState]:
         """Runs the first half; gives residual stream, v_first, the mixer's state after token T."""
         normed = self.mixer_norm(x)
@@ -87,11 +98,16 @@ class Block(nn.Module):
             assert past is None or isinstance(past, TimeMixState), "state of another block kind"
             mixed, v_first, after = self.mixer(normed, v_first, past, segment_ids)
             return x + mixed, v_first, after
-        mixed, cache = self.mixer(normed, past, segment_ids)
+        positions = gathered.positions if gathered else None
+        mixed, cache = self.mixer(normed, past, segment_ids, positions)
         return x + mixed, v_first, cache
 
     def feed(
-        self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        last: Tensor | None,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Runs the second half: feed-forward, behind its shift in an RWKV block.
 
@@ -104,7 +120,12 @@ class Block(nn.Module):
             channel_last = normed[:, -1]
             normed = self.ffn_shift(normed, last, segment_ids)
         if isinstance(self.ffn, MoEFeedForward):
-            out, statistics = self.ffn(normed)
+            if gathered is None or gathered.is_token is None:
+                out, statistics = self.ffn(normed)
+            else:  # what fills up rows meets no expert, and is counted nowhere
+                here = (gathered.is_token,)
+                rows, statistics = self.ffn(normed[here].unsqueeze(0))
+                out = torch.zeros_like(x).index_put(here, rows[0])
             return x + out, statistics, channel_last
         return x + self.ffn(normed), None, channel_last
 

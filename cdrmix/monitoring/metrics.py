@@ -52,6 +52,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/routing_entropy_bits", "bits, mean over layers", "none"),
     Metric("moe/load_balance_loss", "unweighted, mean over layers", "none"),
     Metric("moe/z_loss", "unweighted, mean over layers", "none"),
+    # Mixture of Depths: means over routed blocks of shares of all tokens of a step.
+    Metric("mod/fraction", "share of tokens that a block takes", "sum", "token"),
+    Metric("mod/threshold", "router score, mean over blocks", "none"),
+    Metric("mod/predictor_accuracy", "share of tokens told rightly", "sum", "token"),
+    Metric("mod/predictor_loss", "nats, unweighted", "sum", "token"),
+    Metric("mod/position_correlation", "of being taken with the place in the row", "sum", "token"),
+    Metric("mod/compute_share", "FLOPs over those of all tokens in every block", "none"),
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),

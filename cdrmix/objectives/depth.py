@@ -1,0 +1,55 @@
+"""Predictor loss and monitors of Mixture of Depths, from the statistics of its routed blocks.
+
+Statistics are sums over tokens, in the order of `mixture_of_depths.STATISTICS`.
+"""
+
+# L routed blocks, S statistics
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.models.mixture_of_depths import STATISTICS
+
+
+class DepthMonitors(NamedTuple):
+    """Per routed block, [L], float64."""
+
+    fraction: Tensor  # of the tokens, chosen
+    predictor_accuracy: Tensor  # share of tokens whose membership is predicted; topk only
+    predictor_nats: Tensor  # cross-entropy of the membership, per token; topk only
+    threshold: Tensor  # threshold mode only
+    score_deviation: Tensor  # standard deviation of the router's scores
+    # between being chosen and the place in the row: from -1, the first tokens, to 1, the last; 0
+    # where all are chosen, or none
+    position_correlation: Tensor
+
+
+def predictor_loss(statistics: Tensor) -> Tensor:
+    """Cross-entropy of the predictors per token, mean over blocks, [L, S] -> scalar."""
+    tokens = statistics[:, STATISTICS.index("tokens")]
+    return (statistics[:, STATISTICS.index("predictor_nats")] / tokens).mean()
+
+
+@torch.no_grad()
+def depth_monitors(statistics: Tensor) -> DepthMonitors:
+    """Means and spread of sums over all data ranks, [L, S]."""
+    sums = dict(zip(STATISTICS, statistics.double().unbind(1), strict=True))
+    tokens = sums["tokens"]
+    fraction = sums["chosen"] / tokens
+    mean = sums["score"] / tokens
+    variance = (sums["score_square"] / tokens - mean.square()).clamp(min=0)
+    # places have a mean of 0, so that their covariance with membership is the mean of the product
+    spread = fraction * (1 - fraction) * sums["position_square"] / tokens
+    correlation = sums["chosen_position"] / tokens / spread.sqrt()
+    return DepthMonitors(
+        fraction=fraction,
+        predictor_accuracy=sums["predicted"] / tokens,
+        predictor_nats=sums["predictor_nats"] / tokens,
+        threshold=sums["threshold"] / tokens,
+        score_deviation=variance.sqrt(),
+        position_correlation=torch.where(spread > 0, correlation, torch.zeros_like(spread)),
+    )
