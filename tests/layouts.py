@@ -323,8 +323,11 @@ def plant(broken: str) -> None:
         "local fractions": lambda: setattr(
             thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
         ),
-        "local predictor loss": lambda: setattr(
-            stage_a, "predictor_loss", lambda statistics: 2 * statistics[:, 4].mean()
+        "predictor loss is a sum": lambda: setattr(
+            stage_a, "predictor_loss", lambda statistics: statistics[:, 4].mean()
+        ),
+        "every token is counted as routed": lambda: setattr(
+            stage_a, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
         ),
         "head not counted": lambda: setattr(
             zero3._Head,

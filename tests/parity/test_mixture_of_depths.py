@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
 from cdrmix.models.mixture_of_depths import (
@@ -21,6 +23,9 @@ from cdrmix.models.mixture_of_depths import (
     num_chosen,
     routed_blocks,
 )
+from cdrmix.objectives.depth import DepthMonitors, depth_monitors, predictor_loss
+from cdrmix.parallel.thresholds import move_thresholds
+from cdrmix.parallel.topology import ALONE
 
 ROWS, LENGTH, WIDTH = 3, 24, 64
 EXPERTS = {"num_experts": 4, "expert_hidden_size": 48}
@@ -267,3 +272,51 @@ def text(seed: int) -> Iterator[Tensor]:
             draw = torch.randint(0, 4, (8,), generator=source)
             rows.append(after[rows[-1], draw * (rows[-1] % 2)])
         yield torch.stack(rows, 1)
+
+
+def learned(mode: str) -> tuple[DepthMonitors, DepthMonitors]:
+    """Monitors of the last training step, and of other text in evaluation."""
+    steps, rate = 100, 3e-3
+    sizes = {"transformer_fraction": 1.0, "num_layers": 3}
+    mod = {"mode": mode, "capacity": 0.5, "layers": (1, 2), "predictor_hidden": 64}
+    training = {"max_steps": steps, "global_batch_size": 8, "sequence_length": 64}
+    config = Config(
+        name="depth",
+        model=make_config(mode, **sizes | {"mod": mod}),
+        training=training | {"learning_rate": rate, "min_learning_rate": 0.0, "warmup_steps": 10},
+        data={"path": "none"},
+    )
+    model = Backbone(config.model)
+    model.initialize(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+    batches = text(1)
+    for step in range(steps):
+        rows = next(batches)
+        output = model(rows[:, :-1])
+        scores = model.logits(output.hidden).flatten(0, 1)
+        loss = F.cross_entropy(scores, rows[:, 1:].flatten())
+        loss = loss + predictor_loss(output.depth_statistics)
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 10) * (1 - step / steps)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        move_thresholds(model, config, ALONE, step=step)
+    model.eval()
+    held_out = text(99)
+    with torch.no_grad():
+        sums = sum(model(next(held_out)[:, :-1]).depth_statistics for _ in range(20))
+    return depth_monitors(output.depth_statistics), depth_monitors(sums)
+
+
+def test_thresholds_keep_the_capacity() -> None:
+    _, held_out = learned("threshold")
+    assert (held_out.fraction - 0.5).abs().max() < 0.03, held_out.fraction
+    assert held_out.position_correlation.abs().max() <= 1
+
+
+def test_a_predictor_learns_who_is_among_the_highest() -> None:
+    last, held_out = learned("topk")
+    assert last.fraction.tolist() == [0.5, 0.5]
+    assert last.predictor_accuracy.min() > 0.85, last.predictor_accuracy
+    assert (held_out.fraction - 0.5).abs().max() < 0.1, held_out.fraction
