@@ -230,7 +230,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
         batch = own_tokens(batch, topology)
         counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
         tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
+        result = train_step(engine, started.config, topology, batch, step=step, weights=[tokens])
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
@@ -275,7 +275,7 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import routing
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
@@ -324,10 +324,10 @@ def plant(broken: str) -> None:
             thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
         ),
         "predictor loss is a sum": lambda: setattr(
-            stage_a, "predictor_loss", lambda statistics: statistics[:, 4].mean()
+            routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
         ),
         "every token is counted as routed": lambda: setattr(
-            stage_a, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
+            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
         ),
         "head not counted": lambda: setattr(
             zero3._Head,

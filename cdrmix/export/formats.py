@@ -10,6 +10,7 @@ import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import FileRecord
 from cdrmix.config.model import ModelConfig
+from cdrmix.errors import StateError
 from cdrmix.export import fla
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.gguf_file import (

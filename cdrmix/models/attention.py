@@ -111,7 +111,8 @@ def attend_some(
     `positions` are those in the whole row, [B, T]. Rows of a state may be of different lengths.
     """
     assert state is None or segment_ids is None, "a state is of one document"
-    cos, sin = (x.unsqueeze(1) for x in rotary_angles(positions, query.shape[-1], theta, query.dtype))
+    angles = rotary_angles(positions, query.shape[-1], theta, query.dtype)
+    cos, sin = (x.unsqueeze(1) for x in angles)  # for all heads of a row
     query, keys = (_rotated(x.transpose(1, 2), cos, sin) for x in (query, keys))
     after, places = _appended(state, keys, values.transpose(1, 2))
     mask = None
@@ -146,11 +147,11 @@ def _appended(
     # as long as the fullest row: what lies behind a row's length is overwritten before it is read
     missing = max(0, int(state.lengths.max()) + length - state.keys.shape[2])
     row = torch.arange(rows, device=places.device).unsqueeze(1)
-    joined = [
-        F.pad(past, (0, 0, 0, missing)).transpose(1, 2).index_put((row, places), new.transpose(1, 2))
-        for past, new in ((state.keys, keys), (state.values, values))
-    ]
-    after = AttentionState(*(x.transpose(1, 2) for x in joined), state.lengths + length)
+    joined = []
+    for past, new in ((state.keys, keys), (state.values, values)):
+        longer = F.pad(past, (0, 0, 0, missing)).transpose(1, 2)
+        joined.append(longer.index_put((row, places), new.transpose(1, 2)).transpose(1, 2))
+    after = AttentionState(joined[0], joined[1], state.lengths + length)
     return after, places
 
 

@@ -26,7 +26,7 @@ class Output(NamedTuple):
     router_statistics: Tensor | None  # [L, S] as in `MoEFeedForward.forward`; None: dense model
     # for going on after token T; None unless asked for
     state: Any  # of each block, `list[BlockState]`; the cache of a Hugging Face model
-    # of routed blocks, [L, S] as in `mixture_of_depths.STATISTICS`; None without any
+    # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`; None without any
     depth_statistics: Tensor | None = None
 
 

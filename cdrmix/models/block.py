@@ -76,7 +76,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState]:
         """Runs the block on the residual stream, [B, T, D]; arguments as of `TimeMix.forward`.
 
-        `gathered` is None where x is of whole rows. Gives residual stream, v_first, router statistics [S] or None, state after token T.
+        `gathered` is None where x is of whole rows. Gives residual stream, v_first, router
+        statistics [S] or None, state after token T.
         """
         x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids, gathered)
         last = state.channel_last if state else None

@@ -2,9 +2,9 @@
 
 A router scores each token in float32, r = w . x. A token that is chosen goes on as
 x + sigmoid(r) f(x), where x + f(x) is the block's output, any other as x. The block runs on the
-chosen tokens alone, gathered in order: keys and values of others do not exist, a recurrent state and
-a token shift are carried past them, and rotary positions are those in the whole row. v_first has a
-value for each token, as the RWKV block that makes it is never routed.
+chosen tokens alone, gathered in order: keys and values of others do not exist, a recurrent state
+and a token shift are carried past them, and rotary positions are those in the whole row. v_first
+has a value for each token, as the RWKV block that makes it is never routed.
 
 * threshold: chosen is who scores above a threshold, and the weight is sigmoid(r - threshold). It
   looks at no other token, so training and decoding choose alike. After each step the threshold
@@ -22,7 +22,7 @@ Source: Raposo et al., arXiv 2404.02258; the moving threshold is ours.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -33,20 +33,8 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModConfig, ModelConfig
 from cdrmix.models.block import Block, BlockState, Gathered
 from cdrmix.models.initialize import normal_
+from cdrmix.planning.depth import DEPTH_STATISTICS
 
-# Sums over the tokens of a micro-batch that `DepthRouter.forward` gives, in this order.
-STATISTICS = (
-    "tokens",
-    "chosen",
-    "score",  # above the threshold, which is 0 in the mode topk
-    "score_square",
-    "predictor_nats",  # cross-entropy of membership; with a gradient
-    "predicted",  # tokens whose membership the predictor tells
-    "chosen_position",  # of chosen tokens, from -1 to 1, so that those of a row add up to 0
-    "position_square",
-    "threshold",
-)
-NUM_STATISTICS = len(STATISTICS)
 # Of the predictor's initial share, whose logit must be finite.
 _MOST_CERTAIN = 0.99
 
@@ -56,7 +44,7 @@ class Decision(NamedTuple):
 
     is_chosen: Tensor  # [B, T]
     weights: Tensor  # of what the block adds to a token, [B, T], float32
-    statistics: Tensor  # `STATISTICS`, [S], float32
+    statistics: Tensor  # `DEPTH_STATISTICS`, [S], float32
 
 
 def num_chosen(capacity: float, length: int) -> int:
@@ -128,7 +116,7 @@ class DepthRouter(nn.Module):
             statistics = torch.stack([value.detach().float() for value in others])
         if nats.requires_grad:
             statistics = statistics.index_put(
-                (torch.tensor(STATISTICS.index("predictor_nats"), device=x.device),), nats
+                (torch.tensor(DEPTH_STATISTICS.index("predictor_nats"), device=x.device),), nats
             )
         return Decision(is_chosen, torch.sigmoid(scores), statistics)
 
@@ -168,7 +156,7 @@ class RoutedStatistics(NamedTuple):
     """Statistics of a routed block."""
 
     experts: Tensor | None  # those of the block inside, over its chosen tokens
-    depth: Tensor  # `STATISTICS`, [S]
+    depth: Tensor  # `DEPTH_STATISTICS`, [S]
 
 
 class RoutedBlock(Block):
@@ -272,7 +260,8 @@ def _children(state: State) -> dict[str, State]:
 
 
 def _rebuilt(state: State, children: dict[str, State]) -> State:
-    return replace(state, **children) if is_dataclass(state) else state._replace(**children)
+    rebuilt: State = type(state)(**children)
+    return rebuilt
 
 
 def _rows_of(state: State, rows: Tensor) -> State:

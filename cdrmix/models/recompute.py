@@ -26,7 +26,7 @@ class Statistics(NamedTuple):
     """Statistics of consecutive blocks, each a sum over this rank's tokens; None where none has."""
 
     experts: Tensor | None  # of those with experts, [L, S] as in `MoEFeedForward.forward`
-    depth: Tensor | None  # of routed blocks, [L, S] as in `mixture_of_depths.STATISTICS`
+    depth: Tensor | None  # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`
 
 
 class Context(TypedDict, total=False):

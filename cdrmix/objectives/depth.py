@@ -1,6 +1,6 @@
 """Predictor loss and monitors of Mixture of Depths, from the statistics of its routed blocks.
 
-Statistics are sums over tokens, in the order of `mixture_of_depths.STATISTICS`.
+Statistics are sums over tokens, in the order of `planning.depth.DEPTH_STATISTICS`.
 """
 
 # L routed blocks, S statistics
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.models.mixture_of_depths import STATISTICS
+from cdrmix.planning.depth import DEPTH_STATISTICS
 
 
 class DepthMonitors(NamedTuple):
@@ -30,14 +30,14 @@ class DepthMonitors(NamedTuple):
 
 def predictor_loss(statistics: Tensor) -> Tensor:
     """Cross-entropy of the predictors per token, mean over blocks, [L, S] -> scalar."""
-    tokens = statistics[:, STATISTICS.index("tokens")]
-    return (statistics[:, STATISTICS.index("predictor_nats")] / tokens).mean()
+    tokens = statistics[:, DEPTH_STATISTICS.index("tokens")]
+    return (statistics[:, DEPTH_STATISTICS.index("predictor_nats")] / tokens).mean()
 
 
 @torch.no_grad()
 def depth_monitors(statistics: Tensor) -> DepthMonitors:
     """Means and spread of sums over all data ranks, [L, S]."""
-    sums = dict(zip(STATISTICS, statistics.double().unbind(1), strict=True))
+    sums = dict(zip(DEPTH_STATISTICS, statistics.double().unbind(1), strict=True))
     tokens = sums["tokens"]
     fraction = sums["chosen"] / tokens
     mean = sums["score"] / tokens

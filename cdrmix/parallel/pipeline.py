@@ -32,13 +32,13 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
-from cdrmix.models.mixture_of_depths import NUM_STATISTICS
 from cdrmix.models.moe import num_statistics
 from cdrmix.models.recompute import Context, Statistics, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.depth import DEPTH_STATISTICS
 from cdrmix.planning.layout import stage_layers
 from cdrmix.planning.plan import Plan
 
@@ -144,7 +144,7 @@ class PipelineStage(nn.Module):
             statistics = (self.layers.start, num_statistics(self.config.moe))
             parts.append((statistics, torch.float32))
         if self.routed_before:
-            parts.append(((self.routed_before, NUM_STATISTICS), torch.float32))
+            parts.append(((self.routed_before, len(DEPTH_STATISTICS)), torch.float32))
         return parts
 
     def _unpack(

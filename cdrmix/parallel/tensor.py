@@ -30,7 +30,12 @@ from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
 from cdrmix.models.moe import MoEFeedForward
 from cdrmix.models.rwkv7 import TimeMix
-from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
+from cdrmix.objectives.language_model import (
+    HeadLoss,
+    LabelWeights,
+    VocabularyPart,
+    linear_losses,
+)
 from cdrmix.parallel.exchange import (
     enter_region,
     gather_rows,
@@ -50,7 +55,7 @@ class Shard:
 
 
 def mark_copy(parameter: Tensor) -> None:
-    """Marks a parameter or buffer whose values a rank outside the data group holds and saves too."""
+    """Marks a parameter or buffer that a rank outside the data group holds and saves too."""
     parameter.is_copy = True  # type: ignore[attr-defined]
 
 
@@ -201,12 +206,12 @@ class VocabularyEmbedding(TokenEmbedding):
         part = super().logits(hidden).detach()
         return torch.cat(gather_rows(part.unsqueeze(0), self.topology).unbind(0), dim=-1)
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """Computes `zero3.next_token_nats` with the vocabulary in parts."""
+    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+        """Computes `zero3.next_token_losses` with the vocabulary in parts."""
         part = VocabularyPart(self.first_id, lambda x: gather_rows(x.unsqueeze(0), self.topology))
         # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
-        return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
+        return linear_losses(whole, self.weight, labels, weights, part)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:

@@ -14,6 +14,7 @@ Part = Literal[
     "mamba",
     "feed_forward",
     "router",
+    "depth_router",
     "experts",
     "norms",
     "adapters",

@@ -16,7 +16,6 @@ from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
 from cdrmix.models.mixture_of_depths import (
-    STATISTICS,
     Decision,
     DepthRouter,
     RoutedBlock,
@@ -26,6 +25,8 @@ from cdrmix.models.mixture_of_depths import (
 from cdrmix.objectives.depth import DepthMonitors, depth_monitors, predictor_loss
 from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import ALONE
+from cdrmix.planning.counts import forward_flops_by_layer
+from cdrmix.planning.depth import DEPTH_STATISTICS
 
 ROWS, LENGTH, WIDTH = 3, 24, 64
 EXPERTS = {"num_experts": 4, "expert_hidden_size": 48}
@@ -166,14 +167,15 @@ def test_a_token_does_not_depend_on_later_ones(mode: str) -> None:
 
 def centred(model: Backbone) -> Backbone:
     """The model with predictors that expect about half the tokens."""
+    seen: list[Tensor] = []
     for block in routed_blocks(model):
-        if block.depth_router.mode == "topk":
-            found: list[Tensor] = []
-            hook = block.depth_router.register_forward_pre_hook(lambda _, args: found.append(*args))
+        router = block.depth_router
+        if router.mode == "topk":
+            hook = router.register_forward_pre_hook(lambda _, args: seen.append(*args))
             with torch.no_grad():
                 model(tokens())
-                logits = block.depth_router._predict(found[0].float())
-                block.depth_router.predictor_out_bias -= logits.quantile(0.5)
+                logits = router._predict(seen[-1].float())
+                router.predictor_out_bias -= logits.quantile(0.5)
             hook.remove()
     return model
 
@@ -194,7 +196,7 @@ def test_decoding_equals_the_full_forward_pass(mode: str, moe: Any) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole.hidden, rtol=1e-5, atol=1e-5)
     assert any(len(set(rows)) > 1 for rows in lengths), "rows of one length show nothing"
     # keys and values of chosen tokens alone
-    chosen = whole.depth_statistics[:, STATISTICS.index("chosen")]
+    chosen = whole.depth_statistics[:, DEPTH_STATISTICS.index("chosen")]
     assert int(state[3].block.mixer.lengths.sum()) == int(chosen[-1]) < ROWS * LENGTH
     alone = torch.cat([model(row).hidden for row in tokens().split(1)])
     torch.testing.assert_close(alone, whole.hidden, rtol=1e-5, atol=1e-5)
@@ -219,7 +221,7 @@ def test_documents_of_a_row_are_kept_apart(mode: str) -> None:
 def test_what_fills_rows_meets_no_expert() -> None:
     model = awake(Backbone(make_config("threshold", moe=EXPERTS)))
     output = model(tokens())
-    chosen = output.depth_statistics[:, STATISTICS.index("chosen")]
+    chosen = output.depth_statistics[:, DEPTH_STATISTICS.index("chosen")]
     routed = output.router_statistics[:, : EXPERTS["num_experts"]].sum(1)
     assert routed.tolist() == [2 * ROWS * LENGTH, *(2 * chosen).tolist()]
     # Nobody is chosen, of any row: nothing changes, and every parameter has a gradient all the
@@ -248,6 +250,9 @@ def test_flops_are_those_of_the_chosen_tokens() -> None:
         scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         flops.append(sum(n for op, n in matrices.items() if op != scores.default))
     assert flops[1] / flops[0] == pytest.approx(0.75, abs=0.01)
+    # the plan's, without what attention does beside its matrices
+    planned = forward_flops_by_layer(config, 512)[1] - 2 * (0.75 * 512) * 128 * 0.75
+    assert planned * x.shape[0] * x.shape[1] == pytest.approx(flops[1], rel=1e-3)
 
 
 def test_a_threshold_stays_float32() -> None:
