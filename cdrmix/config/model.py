@@ -28,7 +28,12 @@ class Section(BaseModel):
         return handler(source)
 
 
-LayerKind = Literal["rwkv", "transformer"]
+# Block types by the name that a schedule gives them, MODULE:CLASS: the one registration of a type.
+# docs/architecture.md tells how to add one.
+BLOCK_TYPES = {
+    "rwkv": "cdrmix.planning.blocks.rwkv:RWKVBlock",
+    "transformer": "cdrmix.planning.blocks.attention:AttentionBlock",
+}
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
@@ -267,11 +272,21 @@ class ModelConfig(Section):
         """
         return self.kind == "rwkx" and self.moe is not None
 
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each block from the input, by `schedule` and `transformer_fraction`. Raises
-        ValueError if an interleaved fraction is not one over a whole number."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
-        kinds: list[LayerKind] = ["rwkv"] * self.num_layers
+        return tuple(range(self.num_layers)) if self.moe is not None else ()
+
+    def has_experts(self, layer: int) -> bool:
+        """True if the feed-forward of a layer is of experts."""
+        return layer in self.moe_layers()
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Block type of each layer from the input, by name: of `schedule` and
+        `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
+        number."""
+        assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
+        kinds = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
             top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)

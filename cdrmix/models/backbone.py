@@ -116,7 +116,7 @@ class Backbone(nn.Module):
     @property
     def num_moe_layers(self) -> int:
         """Layers with a router."""
-        return self.config.num_layers if self.config.moe else 0
+        return len(self.config.moe_layers())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""

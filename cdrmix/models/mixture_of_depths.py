@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModConfig, ModelConfig
-from cdrmix.models.block import Block, BlockState, Gathered
+from cdrmix.models.block import Block, BlockState
 from cdrmix.models.initialize import normal_
+from cdrmix.models.mixer import Gathered
 from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # Of the predictor's initial share, whose logit must be finite.

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.planning.depth import DEPTH_STATISTICS
-
 
 class DepthMonitors(NamedTuple):
     """Per routed block, [L], float64."""
@@ -30,26 +28,25 @@ class DepthMonitors(NamedTuple):
 
 def predictor_loss(statistics: Tensor) -> Tensor:
     """Cross-entropy of the predictors per token, mean over blocks, [L, S] -> scalar."""
-    tokens = statistics[:, DEPTH_STATISTICS.index("tokens")]
-    return (statistics[:, DEPTH_STATISTICS.index("predictor_nats")] / tokens).mean()
+    tokens, *_, predictor_nats, _, _, _, _ = statistics.unbind(1)
+    return (predictor_nats / tokens).mean()
 
 
 @torch.no_grad()
 def depth_monitors(statistics: Tensor) -> DepthMonitors:
     """Means and spread of sums over all data ranks, [L, S]."""
-    sums = dict(zip(DEPTH_STATISTICS, statistics.double().unbind(1), strict=True))
-    tokens = sums["tokens"]
-    fraction = sums["chosen"] / tokens
-    mean = sums["score"] / tokens
-    variance = (sums["score_square"] / tokens - mean.square()).clamp(min=0)
+    sums = statistics.double().unbind(1)
+    tokens, chosen, score, score_square, nats, predicted, place, place_square, threshold = sums
+    fraction = chosen / tokens
+    variance = (score_square / tokens - (score / tokens).square()).clamp(min=0)
     # places have a mean of 0, so that their covariance with membership is the mean of the product
-    spread = fraction * (1 - fraction) * sums["position_square"] / tokens
-    correlation = sums["chosen_position"] / tokens / spread.sqrt()
+    spread = fraction * (1 - fraction) * place_square / tokens
+    correlation = place / tokens / spread.sqrt()
     return DepthMonitors(
         fraction=fraction,
-        predictor_accuracy=sums["predicted"] / tokens,
-        predictor_nats=sums["predictor_nats"] / tokens,
-        threshold=sums["threshold"] / tokens,
+        predictor_accuracy=predicted / tokens,
+        predictor_nats=nats / tokens,
+        threshold=threshold / tokens,
         score_deviation=variance.sqrt(),
         position_correlation=torch.where(spread > 0, correlation, torch.zeros_like(spread)),
     )

@@ -38,9 +38,10 @@ from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.blocks.block_type import is_v_first_made
 from cdrmix.planning.depth import DEPTH_STATISTICS
-from cdrmix.planning.layout import stage_layers
 from cdrmix.planning.plan import Plan
+from cdrmix.planning.stages import stage_layers
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -65,8 +66,10 @@ class PipelineStage(nn.Module):
         self.config = model
         self.topology = topology
         self.layers = stage_layers(model, length, degrees.pipeline)[topology.stage]
-        self.v_first_arrives = "rwkv" in model.layer_kinds()[: self.layers.start]
-        self.routed_before = sum(layer < self.layers.start for layer in model.routed_layers())
+        self.v_first_arrives = is_v_first_made(model, self.layers.start)
+        before = range(self.layers.start)
+        self.experts_before = sum(map(model.has_experts, before))
+        self.routed_before = sum(layer in before for layer in model.routed_layers())
         # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
         self.activation_checkpointing = plan.activation_checkpointing
@@ -139,9 +142,9 @@ class PipelineStage(nn.Module):
         if self.v_first_arrives:
             # cut as heads are: each tensor rank sends those of its own to its peer
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
-        if self.config.moe is not None:
+        if self.config.moe is not None and self.experts_before:
             # counts of assignments, which bf16 would round beyond 256, [L, S]
-            statistics = (self.layers.start, num_statistics(self.config.moe))
+            statistics = (self.experts_before, num_statistics(self.config.moe))
             parts.append((statistics, torch.float32))
         if self.routed_before:
             parts.append(((self.routed_before, len(DEPTH_STATISTICS)), torch.float32))
@@ -155,7 +158,7 @@ class PipelineStage(nn.Module):
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
         v_first = next(parts) if self.v_first_arrives else None
-        experts = next(parts) if self.config.moe is not None else None
+        experts = next(parts) if self.experts_before else None
         return x, v_first, experts, next(parts, None)
 
 
@@ -231,7 +234,7 @@ class StagedBackbone:
     @property
     def num_moe_layers(self) -> int:
         """Layers with a router, of all stages."""
-        return self.config.num_layers if self.config.moe else 0
+        return len(self.config.moe_layers())
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:

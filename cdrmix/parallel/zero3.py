@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.hf.model import Head
 from cdrmix.models.backbone import Scorer, TokenEmbedding
-from cdrmix.models.rwkv7 import TimeMix
+from cdrmix.models.mixer import Mixer
 from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses
 from cdrmix.parallel.tensor import VocabularyEmbedding
 
@@ -73,11 +73,10 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
             break
     zero = runtime.import_deepspeed().zero
     zero.Init(module=module, config_dict_or_path=settings)
-    # A time mix computes its norm by F.group_norm: the module that owns the parameters is never
-    # called, so nothing would gather them.
+    # The module that owns such parameters is never called, so nothing would gather them.
     for part in module.modules():
-        if isinstance(part, TimeMix):
-            for parameter in part.group_norm.parameters():
+        for name in part.read_inside if isinstance(part, Mixer) else ():
+            for parameter in part.get_submodule(name).parameters():
                 zero.register_external_parameter(part, parameter)
 
 

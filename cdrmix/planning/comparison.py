@@ -16,7 +16,7 @@ from cdrmix.planning.fine_tuning import with_adapters
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
-from cdrmix.planning.rules import UNAVAILABLE
+from cdrmix.planning.rule import UNAVAILABLE
 from cdrmix.planning.search import search
 from cdrmix.planning.text_page import Page, flops_text, size_text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import (
     count,
@@ -18,14 +19,7 @@ from cdrmix.planning.counts import (
     parameters,
     trained_params,
 )
-from cdrmix.planning.layout import (
-    Degrees,
-    Group,
-    Layout,
-    attention_bytes,
-    recurrence_bytes,
-    state_bytes,
-)
+from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
@@ -37,8 +31,6 @@ KERNEL_EFFICIENCY = 0.5
 LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 6e-3}
 # DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
 HOST_PARAMS_PER_SECOND = 1e9
-# Parameters that tensor ranks have whole but apply to their part: gradients are summed over them.
-_PARTIAL_GRADIENTS = (".mixer.mu_", "_down", ".router.weight")
 
 
 # Communication of a rank in one step by purpose: payload (bytes), time (seconds).
@@ -95,9 +87,6 @@ class CostModel:
         self.training = config.training
         self.size = memory.element_bytes
         length = self.training.sequence_length
-        self.is_rwkv = [False] * self.model.num_layers
-        if self.model.kind == "rwkx":
-            self.is_rwkv = [kind == "rwkv" for kind in self.model.layer_kinds()]
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
         self.trained_params = trained_params(self.model)
@@ -107,7 +96,7 @@ class CostModel:
         self.peak = cluster.peak_flops[self.training.precision]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
         for p in parameters(self.model):
-            if p.layer is not None and any(part in p.name for part in _PARTIAL_GRADIENTS):
+            if p.layer is not None and p.is_partial:
                 self.partial_gradients[p.layer] += p.num_elements
 
     def estimate(self, layout: Layout) -> Cost:
@@ -118,11 +107,9 @@ class CostModel:
         # Seconds of a micro-step on the busiest stage, which the others wait for.
         stages = self.memory.stages(pipeline)
         forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
-        if self.activations.sequence_form(degrees) == "state":
-            # a token and RWKV layer: the op over K values more, and the entering state added to y
-            state_flops = 10 * self.model.hidden_size * self.model.head_dim
+        if degrees.sequence > 1:
             for stage, layers in enumerate(stages):
-                forward[stage] += sum(self.is_rwkv[layer] for layer in layers) * state_flops
+                forward[stage] += self._flops_of_passed_states(layers, degrees)
         forward[-1] += head_flops(self.model)
         passes = self.passes + (1 if layout.activation_checkpointing else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
@@ -162,7 +149,6 @@ class CostModel:
         """Communication of blocks and stages in all micro-steps of a step."""
         degrees = layout.degrees
         steps = layout.gradient_accumulation_steps
-        layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if layout.activation_checkpointing else 0
         stream = self.activations.tokens(layout) * self.model.hidden_size * self.size
         traffic: _Traffic = {}
@@ -177,6 +163,8 @@ class CostModel:
         if expert > 1:  # there and back, forward and backward
             assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
             rows = stream * self.model.moe.top_k / tensor
+            stages = self.memory.stages(degrees.pipeline)
+            layers = max(sum(map(self.model.has_experts, stage)) for stage in stages)
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
         if tensor > 1:
@@ -210,32 +198,45 @@ class CostModel:
         layers = max(stages, key=len)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
         mixers = len(layers) * (3 if layout.activation_checkpointing else 2)
-        feed_forwards = len(layers) * 2
+        of_experts = sum(map(self.model.has_experts, layers))
+        dense = len(layers) - of_experts
         partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
         # log total and label's score of each position, float32
         scores = 8 * self.activations.tokens(layout) * layout.degrees.tensor
-        if self.model.moe is None:
-            return (mixers + feed_forwards + ends) * stream + partial, scores
-        return (mixers + ends) * stream + partial, feed_forwards * stream + scores
+        summed = (mixers + 2 * dense + ends) * stream + partial
+        return summed, 2 * of_experts * stream + scores
+
+    def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
+        """Forward FLOPs per token of a stage by which states cross sequence ranks."""
+        activations = self._saved()
+        return sum(
+            activations.types[layer].state_form_flops(self.model)
+            for layer in layers
+            if activations.sequence_form(layer, degrees) == "state"
+        )
+
+    def _saved(self) -> SavedActivations:
+        assert isinstance(self.activations, SavedActivations), "rules refuse Hugging Face models"
+        return self.activations
 
     def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
         """Bytes of the busiest stage in a micro-step: exchange of tokens for heads in a forward
         pass, last tokens of the rank before (for shifts) in all passes, gathered states."""
         degrees = layout.degrees
-        tokens = self.activations.tokens(layout)
+        activations = self._saved()
+        tokens = activations.tokens(layout)
         samples = layout.micro_batch_size
-        form = self.activations.sequence_form(degrees)
         most = (0.0, 0.0, 0.0)
-        passes = 6 if layout.activation_checkpointing else 4
+        passes = 3 if layout.activation_checkpointing else 2
         for layers in self.memory.stages(degrees.pipeline):
-            rwkv = sum(self.is_rwkv[layer] for layer in layers)
-            heads = (len(layers) - rwkv) * attention_bytes(self.model, tokens, self.size)
-            states = 0
-            if form == "heads":
-                heads += rwkv * recurrence_bytes(self.model, tokens, self.size)
-            else:
-                states = rwkv * state_bytes(self.model, samples, degrees.sequence)
-            halos = rwkv * passes * samples * self.model.hidden_size * self.size
+            heads = halos = states = 0
+            for layer in layers:
+                kind = activations.types[layer]
+                if activations.sequence_form(layer, degrees) == "state":
+                    states += kind.states_bytes(self.model, samples, degrees.sequence) or 0
+                else:
+                    heads += kind.heads_bytes(self.model, tokens, self.size) or 0
+                halos += passes * samples * kind.halo_values(self.model) * self.size
             most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
         return most
 

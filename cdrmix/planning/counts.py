@@ -14,6 +14,8 @@ from typing import NamedTuple
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.planning.adapters import trained_parameters
+from cdrmix.planning.blocks.block_type import block_type, block_types
+from cdrmix.planning.blocks.feed_forward import feed_forward_parameters, linears
 from cdrmix.planning.depth import depth_flops, depth_parameters
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.parameter import Parameter, Part
@@ -77,60 +79,25 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 def _backbone(model: ModelConfig) -> Iterator[Parameter]:
     width = model.hidden_size
-    yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
+    yield Parameter("embedding.weight", (model.vocab_size, width), "embedding", cut=0)
     yield Parameter("embedding_norm.weight", (width,), "norms")
-    inner = model.ffn_hidden_size
-    feed_forward = [
-        Parameter("ffn.up.weight", (inner, width), "feed_forward"),
-        Parameter("ffn.down.weight", (width, inner), "feed_forward"),
-    ]
-    if model.moe is not None:
-        experts = model.moe.num_experts
-        inner = model.moe.expert_hidden_size
-        feed_forward = [
-            Parameter("ffn.router.weight", (experts, width), "router"),
-            Parameter("ffn.experts.up", (experts, inner, width), "experts"),
-            Parameter("ffn.experts.down", (experts, width, inner), "experts"),
-        ]
-    kv_width = model.num_kv_heads * model.head_dim
-    attention = {"query": width, "key": kv_width, "value": kv_width, "output": width}
-    # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
-    creates_v_first = True
-    for layer, kind in enumerate(model.layer_kinds()):
-        block = [Parameter("mixer_norm.weight", (width,), "norms")]
-        if kind == "transformer":
-            for name, rows in attention.items():
-                block.append(Parameter(f"mixer.{name}.weight", (rows, width), "attention"))
-        else:
-            block += _time_mix(model, creates_v_first=creates_v_first)
-            creates_v_first = False
-        block.append(Parameter("ffn_norm.weight", (width,), "norms"))
-        if kind == "rwkv":
-            block.append(Parameter("ffn_shift.mu", (width,), "feed_forward"))
-        for each in [*block, *feed_forward, *depth_parameters(model, layer)]:
+    for layer in range(model.num_layers):
+        for each in block_parameters(model, layer):
             yield each._replace(name=f"blocks.{layer}.{each.name}", layer=layer)
     yield Parameter("final_norm.weight", (width,), "norms")
 
 
-def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> Iterator[Parameter]:
+def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    """Every parameter of a block of RWKX-V in the order of the module, named from the block on."""
     width = model.hidden_size
-    ranks = model.low_rank_sizes()
-    for name in ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g"):
-        yield Parameter(f"mixer.{name}", (width,), "time_mix")
-    low_rank = {"decay": ranks.decay, "iclr": ranks.iclr, "value": ranks.value, "gate": ranks.gate}
-    if creates_v_first:
-        del low_rank["value"]
-    for name, rank in low_rank.items():
-        if name != "gate":
-            yield Parameter(f"mixer.{name}_bias", (width,), "low_rank")
-        yield Parameter(f"mixer.{name}_down", (width, rank), "low_rank")
-        yield Parameter(f"mixer.{name}_up", (rank, width), "low_rank")
-    for name in ("k_k", "k_a", "r_k"):
-        yield Parameter(f"mixer.{name}", (width,), "time_mix")
-    for name in ("receptance", "key", "value", "output"):
-        yield Parameter(f"mixer.{name}.weight", (width, width), "time_mix")
-    for name in ("weight", "bias"):
-        yield Parameter(f"mixer.group_norm.{name}", (width,), "norms")
+    kind = block_type(model.layer_kinds()[layer])
+    yield Parameter("mixer_norm.weight", (width,), "norms")
+    yield from kind.parameters(model, layer)
+    yield Parameter("ffn_norm.weight", (width,), "norms")
+    if kind.shifts_channels:
+        yield Parameter("ffn_shift.mu", (width,), "feed_forward")
+    yield from feed_forward_parameters(model, layer)
+    yield from depth_parameters(model, layer)
 
 
 def forward_flops_by_layer(
@@ -138,10 +105,10 @@ def forward_flops_by_layer(
 ) -> list[int]:
     """Forward FLOPs per token of each block; the backward pass takes twice as many.
 
-    They are 2 per multiply-accumulate of the matrices, 8 D N for the recurrence of an RWKV block
-    with heads of N (independent of the kernel), 5 D N for that of a Mamba-2 mixer with D inner
-    features and states of N, 2 T D for the causal half of attention, where D is the width of all
-    heads and T the sequence length.
+    They are 2 per multiply-accumulate of the matrices, and those of a block type's mixing beside
+    them. In layers of a Hugging Face model mixing takes 2 T D for the causal half of attention,
+    where D is the width of all heads and T the sequence length, and 5 D N for a Mamba-2 mixer with
+    D inner features and states of N.
 
     A routed block's are those of its share of the tokens, among which its attention is: `fractions`
     by layer, by default the capacity; its router sees every token.
@@ -173,10 +140,8 @@ def compute_share(
 
 def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
     """Forward FLOPs per token of each block's mixer, without those of its matrices."""
-    width = model.hidden_size
     if model.kind == "rwkx":
-        mixing = {"transformer": 2 * sequence_length * width, "rwkv": 8 * width * model.head_dim}
-        return [mixing[kind] for kind in model.layer_kinds()]
+        return [kind.mixing_flops(model, sequence_length) for kind in block_types(model)]
     found = folder_model(model)
     attention = 2 * sequence_length * found.query_width
     recurrence = 5 * found.mamba.inner * found.mamba.state_size if found.mamba else 0
@@ -240,23 +205,15 @@ def stage_b_params(
 ) -> StageBCounts:
     """Counts the parameters of Stage B as built, with the adapters of some blocks (None: of all).
 
-    Adapters are on receptance, key and value of RWKV blocks, on query, key, value and output of
-    Transformer blocks, and on dense feed-forwards; experts have none.
+    Adapters are on the layers that block types name, and on dense feed-forwards; experts have none.
     """
     width = model.hidden_size
     rank = stage_b.adapters.rank
-    kv_width = model.num_kv_heads * model.head_dim
-    # (input, output) features
-    matrices = {
-        "rwkv": [(width, width)] * 3,
-        "transformer": [(width, width), (width, kv_width), (width, kv_width), (width, width)],
-    }
-    inner = model.ffn_hidden_size
-    dense = [(width, inner), (inner, width)] if model.moe is None else []
-    kinds = model.layer_kinds()
-    if layers is not None:
-        kinds = kinds[layers.start : layers.stop]
-    adapted = [matrix for kind in kinds for matrix in matrices[kind] + dense]
+    adapted = [
+        matrix
+        for layer in (range(model.num_layers) if layers is None else layers)
+        for matrix in _adapted_matrices(model, layer)
+    ]
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
     policy = width * _POLICY_ACTIONS + (_POLICY_FEATURES + 1) * _POLICY_ACTIONS
@@ -269,3 +226,14 @@ def stage_b_params(
         retrieval=2 * width * summary,
         plastic_state=len(adapted) * rank**2,
     )
+
+
+def _adapted_matrices(model: ModelConfig, layer: int) -> Iterator[tuple[int, int]]:
+    """(input, output) features of the linear layers of a block that have plastic adapters."""
+    names = [f"mixer.{name}.weight" for name in block_type(model.layer_kinds()[layer]).adapted]
+    if not model.has_experts(layer):
+        names += [f"ffn.{name}.weight" for name in linears(model)]
+    for parameter in block_parameters(model, layer):
+        if parameter.name in names:
+            leaving, entering = parameter.shape
+            yield entering, leaving

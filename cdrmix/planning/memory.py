@@ -25,21 +25,15 @@ from itertools import accumulate
 from typing import Literal
 
 from cdrmix.config.schema import Config
-from cdrmix.planning.activations import SavedActivations, WKVForm
+from cdrmix.planning.activations import SavedActivations
+from cdrmix.planning.blocks.block_type import WKVForm
+from cdrmix.planning.blocks.feed_forward import feed_forward_workspace, linears
 from cdrmix.planning.cluster import GIB, Memory
 from cdrmix.planning.counts import parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
-from cdrmix.planning.layout import (
-    GROUPS,
-    Degrees,
-    Group,
-    Layout,
-    attention_bytes,
-    boundary_values,
-    recurrence_bytes,
-    state_bytes,
-)
+from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
+from cdrmix.planning.stages import boundary_values
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -47,11 +41,6 @@ LOGIT_POSITIONS = 1024
 # of what is allocated and freed in each step, and CUDA context and communicators outside torch.
 FRAGMENTED_SHARE = 0.05
 CONTEXT_BYTES = GIB
-# bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
-# four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
-_FLA_WORKSPACE = 32
-# Parameters that every tensor rank has whole: not of heads, inner features or vocabulary rows.
-_REPLICATED = ("_norm.weight", "mixer.mu_", "_down", "ffn_shift.mu", "router.weight")
 # DeepSpeed's defaults for ZeRO-3 (elements), which no shipped profile changes.
 PERSISTENT_ELEMENTS = 100_000  # parameters up to this size stay whole between steps
 REUSE_DISTANCE = 1_000_000_000  # a parameter read again within this many stays gathered
@@ -95,8 +84,7 @@ class MemoryModel:
             group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
             if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"
-            is_replicated = any(part in parameter.name for part in _REPLICATED)
-            is_split = not is_replicated or "group_norm" in parameter.name
+            is_split = parameter.cut is not None
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
             self._parts[key][group, is_split] += parameter.num_elements
@@ -332,13 +320,8 @@ class MemoryModel:
             surplus = (moe.capacity_factor - 1) * self.activations.routed_row()
             per_row = 3 * self.model.hidden_size * size * moe.capacity_factor + surplus
             buffers["all_to_all"] = int(rows * per_row)
-        if degrees.sequence > 1:  # the larger message of both mixers, sent and received
-            largest = attention_bytes(self.model, tokens, size)
-            if self.activations.sequence_form(degrees) == "heads":
-                recurrence = recurrence_bytes(self.model, tokens, size)
-            else:
-                recurrence = state_bytes(self.model, layout.micro_batch_size, degrees.sequence)
-            buffers["sequence_exchange"] = 2 * max(largest, recurrence) // degrees.tensor
+        if degrees.sequence > 1:  # the largest message of a mixer, sent and received
+            buffers["sequence_exchange"] = 2 * self._largest_exchange(layout) // degrees.tensor
         if layout.zero_stage == 3:
             # the last layers of the forward pass stay gathered: the backward pass reads them soon
             sizes = self._all_sizes()
@@ -353,6 +336,21 @@ class MemoryModel:
             in_flight = self.activations.in_flight(layout, stage)
             buffers["pipeline"] = (in_flight + 1) * (before + after)
         return buffers | self.allowances(activations + sum(buffers.values()))
+
+    def _largest_exchange(self, layout: Layout) -> int:
+        """Bytes of the largest message that sequence ranks exchange for a mixer."""
+        activations = self.activations
+        assert isinstance(activations, SavedActivations), "rules refuse it of Hugging Face models"
+        tokens = activations.tokens(layout)
+        largest = 0
+        for layer, kind in enumerate(activations.types):
+            if activations.sequence_form(layer, layout.degrees) == "state":
+                sequence = layout.degrees.sequence
+                message = kind.states_bytes(self.model, layout.micro_batch_size, sequence)
+            else:
+                message = kind.heads_bytes(self.model, tokens, self.element_bytes)
+            largest = max(largest, message or 0)
+        return largest
 
     def allowances(self, moving: int) -> dict[str, int]:
         """Bytes that a GPU takes beside the `moving` ones, allocated and freed in each step."""
@@ -385,19 +383,13 @@ class MemoryModel:
         if isinstance(self.activations, FolderActivations):
             return self.activations.workspace(layout) + self._largest_block()
         degrees = layout.degrees
-        size = self.element_bytes
         tokens = self.activations.tokens(layout)
         _, span = self.activations.spans(layout)
-        model = self.model
-        inner = model.ffn_hidden_size
-        if model.moe is not None:
-            inner = model.moe.top_k * model.moe.expert_hidden_size
-        feed_forward = 2 * inner * size
-        mixer = 12 * model.hidden_size * size  # six mixes, and the mixer's input
-        if self.activations.wkv == "fla" and "rwkv" in model.layer_kinds():
-            mixer += _FLA_WORKSPACE * model.hidden_size
+        setting = self.activations.setting
+        feed_forward = feed_forward_workspace(setting)
+        mixer = max(kind.workspace(setting) for kind in self.activations.types)
         # with sequence ranks, a mixer is recomputed over all tokens of the rank
-        mixed = span if self.activations.sequence_form(degrees) == "whole" else tokens
+        mixed = span if degrees.sequence == 1 else tokens
         passing = max(feed_forward * span, mixer * mixed) // degrees.tensor
         return passing + self.block_gradients(layout, stage)
 
@@ -405,9 +397,12 @@ class MemoryModel:
         """Bytes of the gradients of a block's largest parameters; a frozen block has none."""
         degrees = layout.degrees
         model = self.model
-        layer = self._parts[self.stages(degrees.pipeline)[stage][0]]
-        experts = -(-layer["experts", True] // degrees.expert)
-        return self.element_bytes * (experts or 2 * model.hidden_size * model.ffn_hidden_size)
+        dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
+        largest = 0
+        for layer in self.stages(degrees.pipeline)[stage]:
+            experts = -(-self._parts[layer]["experts", True] // degrees.expert)
+            largest = max(largest, experts or dense)
+        return self.element_bytes * largest
 
     def _largest_block(self) -> int:
         """Bytes of the gradients of the block with most trained parameters."""
