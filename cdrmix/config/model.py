@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -41,15 +43,21 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta", "mod")
+_SCHEDULE_KEYS = ("schedule", "transformer_fraction")
+_RWKX_KEYS = (*_SCHEDULE_KEYS, "mixers", "ffn_activation", "init_std_scale", "rope_theta", "mod")
+# An entry of `mixers`: NAME, or NAME*N for N layers.
+_MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
 
 
 class MoEConfig(Section):
-    """Mixture-of-experts feed-forward: two-matrix squared-ReLU experts, top-k routed."""
+    """Mixture-of-experts feed-forward: experts of model.ffn_activation, top-k routed."""
 
     num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
     top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
     expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
+    layers: tuple[int, ...] | None = Field(None, min_length=1, strict=False)
+    """Layers whose feed-forward is of experts, from 0 at the input, rising; the others are dense.
+    null: all."""
     # Below 1, tokens would be dropped even if all experts were chosen equally often.
     capacity_factor: float = Field(1.25, ge=1.0)
     """Slots per expert over tokens * top_k / num_experts (ratio); also the reference of the
@@ -71,6 +79,13 @@ class MoEConfig(Section):
                 f"expert_hidden_size = {value} is no multiple of 8, which the grouped matrix "
                 f"product of the experts needs. Try {value - value % 8 + 8}"
             )
+        return value
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_rise(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (list(value) != sorted(set(value)) or value[0] < 0):
+            raise ValueError("numbers of layers from 0 on, each once, in rising order")
         return value
 
     @model_validator(mode="after")
@@ -181,9 +196,15 @@ class ModelConfig(Section):
     transformer_fraction)-th."""
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
+    mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
+    """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv
+    or transformer; NAME*N stands for N layers. null: by the schedule."""
     ffn_hidden_size: int = Field(ge=1)
-    """Inner width of the dense feed-forward used when moe is null (features); top_k *
+    """Inner width of a dense feed-forward, of layers without experts (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
+    ffn_activation: Literal["squared_relu", "swiglu"] = "squared_relu"
+    """Feed-forwards and experts. squared_relu: two matrices, down(relu(up x)^2). swiglu: three,
+    down(silu(gate x) * up x)."""
     moe: MoEConfig | None = None
     """Mixture-of-experts feed-forward; null is a dense model."""
     mtp: MtpConfig | None = None
@@ -237,6 +258,24 @@ class ModelConfig(Section):
             f"features. Try {advice}"
         )
 
+    @field_validator("mixers", mode="before")
+    @classmethod
+    def _mixers_are_known(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+            return value
+        expanded: list[str] = []
+        for entry in value:
+            match = _MIXER_ENTRY.fullmatch(entry)
+            name = match[1] if match else entry
+            if match is None or name not in BLOCK_TYPES:
+                (near,) = difflib.get_close_matches(name, BLOCK_TYPES, n=1, cutoff=0)
+                raise ValueError(
+                    f"{entry!r}: give a block type, or a type and a number of layers as in "
+                    f"'{near}*3'. Known: {', '.join(BLOCK_TYPES)}"
+                )
+            expanded += [name] * int(match[2] or 1)
+        return expanded
+
     @model_validator(mode="after")
     def _parts_fit(self) -> ModelConfig:
         if self.num_heads % self.num_kv_heads:
@@ -261,8 +300,29 @@ class ModelConfig(Section):
         # For their errors: a fraction that cannot be interleaved is refused with the file, and so
         # are blocks that cannot be routed.
         self.layer_kinds()
+        self._check_layers()
         self.routed_layers()
         return self
+
+    def _check_layers(self) -> None:
+        """Raises ValueError where `mixers` or `moe.layers` do not fit the other keys."""
+        if self.mixers is not None:
+            if len(self.mixers) != self.num_layers:
+                raise ValueError(
+                    f"mixers names {len(self.mixers)} layers, and num_layers = {self.num_layers}"
+                )
+            for key in _SCHEDULE_KEYS:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key} has no meaning with mixers, which names the type of each layer. "
+                        "Leave one of them out"
+                    )
+        last = self.moe_layers()[-1:]
+        if last and last[0] >= self.num_layers:
+            raise ValueError(
+                f"moe.layers names layer {last[0]}, and num_layers = {self.num_layers}: the last "
+                f"one is {self.num_layers - 1}"
+            )
 
     @property
     def has_deepspeed_experts(self) -> bool:
@@ -275,17 +335,26 @@ class ModelConfig(Section):
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
-        return tuple(range(self.num_layers)) if self.moe is not None else ()
+        if self.moe is None:
+            return ()
+        return tuple(range(self.num_layers)) if self.moe.layers is None else self.moe.layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if the feed-forward of a layer is dense."""
+        return len(self.moe_layers()) < self.num_layers
 
     def has_experts(self, layer: int) -> bool:
         """True if the feed-forward of a layer is of experts."""
         return layer in self.moe_layers()
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Block type of each layer from the input, by name: of `schedule` and
+        """Block type of each layer from the input, by name: of `mixers`, or else of `schedule` and
         `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
         number."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
+        if self.mixers is not None:
+            return self.mixers
         kinds = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
@@ -364,6 +433,8 @@ def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
             given = given.model_dump()
         if isinstance(size, dict):
             given = given if isinstance(given, dict) else {}
+            if given.get("layers") is not None:
+                raise ValueError("moe.layers has no meaning with kind = hf. Leave it out")
             changed = {name: given[name] for name in _EXPERT_SIZES if name in given}
             if given.get("drop_tokens"):
                 raise ValueError(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class LayerRouting:
     """Routing of one MoE layer over the held-out tokens.
 
     Attributes:
-        layer: index among the MoE layers.
+        layer: its number in the model, from 0; of a Hugging Face model, among its MoE layers.
         utilisation: share of assignments per expert, summing to 1.
         overflow_fraction: share of assignments beyond the capacity factor.
         routing_entropy_bits: entropy of the utilisation.
@@ -327,8 +328,11 @@ def _summarise(
         per_token = (sums / read).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        layers = [LayerRouting(number, *values) for number, values in enumerate(rows)]
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        layers = [
+            LayerRouting(layer, *values)
+            for layer, values in zip(_moe_layers(config, len(rows)), rows, strict=True)
+        ]
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -353,6 +357,11 @@ def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
         for kind, (nats, count) in of_kinds.items()
         if count
     ]
+
+
+def _moe_layers(config: ModelConfig, number: int) -> Sequence[int]:
+    """Layers with a router, from 0 at the input; of a Hugging Face model they are numbered."""
+    return config.moe_layers() if config.kind == "rwkx" else range(number)
 
 
 def _perplexity(loss: float) -> float:

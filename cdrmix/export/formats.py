@@ -21,7 +21,13 @@ from cdrmix.export.gguf_file import (
     gguf_targets,
     write_gguf,
 )
-from cdrmix.export.hugging_face import PREFIX, plain_files, small_files, tokenizer_text
+from cdrmix.export.hugging_face import (
+    PREFIX,
+    check_translatable,
+    plain_files,
+    small_files,
+    tokenizer_text,
+)
 from cdrmix.export.weights import Target, plain_target, write_weights
 from cdrmix.export.widened import check_rwkv_alone, widened_targets
 
@@ -37,7 +43,9 @@ def check_format(format: str, model: ModelConfig) -> None:
             "block on every token, and keep keys and values of all of them. Use `cdrmix generate` "
             "and `cdrmix evaluate`, which read the checkpoint"
         )
-    if format != "hf":
+    if format == "hf":
+        check_translatable(model)
+    else:
         check_rwkv_alone(model, format)
     if format == "gguf":
         check_gguf()

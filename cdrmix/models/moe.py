@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig, MoEConfig
-from cdrmix.models.feed_forward import squared_relu
+from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
@@ -150,10 +150,15 @@ def _exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls."""
+    """The experts of one rank, two matrices each or three with SwiGLU, in grouped matmuls."""
 
-    def __init__(self, num_local: int, inner: int, hidden: int, *, group_name: str) -> None:
+    def __init__(
+        self, num_local: int, inner: int, hidden: int, *, is_gated: bool = False, group_name: str
+    ) -> None:
         super().__init__()
+        self.gate: nn.Parameter | None = None
+        if is_gated:
+            self.gate = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.up = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.down = nn.Parameter(torch.empty(num_local, hidden, inner))
         for parameter in self.parameters():  # marks by which DeepSpeed finds experts
@@ -165,8 +170,12 @@ class GroupedExperts(nn.Module):
         if len(rows) == 0:
             # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
             # counts on a gradient of every parameter
-            return rows + 0 * (self.up.sum() + self.down.sum())
-        inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
+            return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
+        inner = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)  # [M, F]
+        if self.gate is None:
+            inner = squared_relu(inner)
+        else:
+            inner = swiglu(F.grouped_mm(rows, self.gate.transpose(1, 2), offs=ends), inner)
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
@@ -174,10 +183,17 @@ class ExpertLayer(MOELayer):
     """Routes tokens to the experts of the expert group and back."""
 
     def __init__(
-        self, moe: MoEConfig, hidden: int, *, group_name: str, expert_parallel_size: int
+        self, config: ModelConfig, moe: MoEConfig, *, group_name: str, expert_parallel_size: int
     ) -> None:
+        hidden = config.hidden_size
         local = moe.num_experts // expert_parallel_size
-        experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
+        experts = GroupedExperts(
+            local,
+            moe.expert_hidden_size,
+            hidden,
+            is_gated=config.ffn_activation == "swiglu",
+            group_name=group_name,
+        )
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
         # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
@@ -269,8 +285,8 @@ class MoEFeedForward(MoE):
             k=config.moe.top_k,
         )
         self.deepspeed_moe = ExpertLayer(
+            config,
             config.moe,
-            config.hidden_size,
             group_name=self.expert_group_name,
             expert_parallel_size=expert_parallel_size,
         )
@@ -292,11 +308,13 @@ class MoEFeedForward(MoE):
     def initialize(
         self, *, seed: int, name: str, std: float, expert_parallel_rank: int = 0
     ) -> None:
-        """Sets normal router and up projections, and zero down projections."""
+        """Sets normal router and projections up, and zero down projections."""
         layer = self.deepspeed_moe
         normal_(layer.gate.weight, std, seed=seed, name=f"{name}.router")
         # by global number, so that every layout starts from the same experts
         first = expert_parallel_rank * self.num_local_experts
-        for i, up in enumerate(layer.experts.up):
-            normal_(up, std, seed=seed, name=f"{name}.experts.{first + i}.up")
+        entering = {"gate": layer.experts.gate, "up": layer.experts.up}
+        for matrix, stacked in entering.items():
+            for i, each in enumerate(stacked if stacked is not None else ()):
+                normal_(each, std, seed=seed, name=f"{name}.experts.{first + i}.{matrix}")
         layer.experts.down.zero_()

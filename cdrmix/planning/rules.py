@@ -16,6 +16,7 @@ from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
+from cdrmix.planning.stages import stage_layers
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
@@ -51,7 +52,7 @@ def nearest_divisors(number: int, wanted: int) -> str:
 
 
 # Rules that any number of data ranks may break, beside those of the layout of ranks.
-_OF_EVERY_WORLD = ("batch-divides", "stage-without-blocks")
+_OF_EVERY_WORLD = ("batch-divides", "stage-without-blocks", "stage-without-experts")
 _MOST_MULTIPLES = 64  # tried in search of a number of ranks
 
 
@@ -69,7 +70,8 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
         (
             "model.ffn_hidden_size",
-            lambda x: 0 if x.model.moe else x.model.ffn_hidden_size,  # every number divides 0
+            # every number divides 0
+            lambda x: x.model.ffn_hidden_size if x.model.has_dense_layers else 0,
             "inner features of a dense feed-forward are split",
         ),
     ),
@@ -189,6 +191,15 @@ def _clips_wrongly(combination: Combination) -> bool:
     return combination.zero_stage == 0 and combination.training.gradient_clipping > 0 and spread
 
 
+def _stages_without_experts(combination: Combination) -> list[int]:
+    """Stages without experts, if others have some."""
+    model, pipeline = combination.model, combination.degrees.pipeline
+    if model.kind == "hf" or model.moe is None or pipeline > model.num_layers:
+        return []
+    stages = stage_layers(model, combination.training.sequence_length, pipeline)
+    return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]
+
+
 def _is_unfused(combination: Combination) -> bool:
     is_half = combination.training.precision != "fp32"
     return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
@@ -265,6 +276,14 @@ RULES: tuple[Rule, ...] = (
         "parallel.pipeline = {x.degrees.pipeline} is more than model.num_layers = "
         "{x.model.num_layers}, and a stage needs a block. Try at most that",
         "a stage without MoE layers hangs: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py",
+    ),
+    Rule(
+        "stage-without-experts",
+        _stages_without_experts,
+        "parallel.pipeline = {x.degrees.pipeline}: stage {found[0]} of them (from 0) would have no "
+        "layer of model.moe.layers, and others have. Try fewer stages",
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: collectives of expert groups, in which "
+        "such a stage takes no part",
     ),
     Rule(
         "batch-divides",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.model import MoEConfig
+from cdrmix.config.model import ModelConfig, MoEConfig
 from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
@@ -120,15 +120,38 @@ def _small_experts(moe: MoEConfig, degrees: Degrees) -> dict[str, Any]:
     return moe.model_dump() | {
         "num_experts": moe.num_experts + moe.num_experts % degrees.expert,  # ranks have as many
         "expert_hidden_size": EXPERT_WIDTH,
+        "layers": None,
         "drop_tokens": False,  # the dropped tokens would depend on the layout
     }
+
+
+def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
+    """Settings of a few layers that show every kind of the model's.
+
+    A schedule stays as it is. Where layers are listed, each block type is there with each kind of
+    feed-forward that it has, in the order of the model, once for every stage.
+    """
+    moe = None if model.moe is None else _small_experts(model.moe, degrees)
+    if model.mixers is None and (moe is None or not model.has_dense_layers):
+        fraction = model.transformer_fraction
+        layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
+        return {
+            "num_layers": max(4, layers_of_both_kinds),
+            "schedule": model.schedule,
+            "transformer_fraction": fraction,
+            "moe": moe,
+        }
+    kinds = [(kind, model.has_experts(layer)) for layer, kind in enumerate(model.layer_kinds())]
+    different = list(dict.fromkeys(kinds))
+    layers = different * max(degrees.pipeline, -(-4 // len(different)))
+    if moe is not None:
+        moe["layers"] = [layer for layer, (_, has_experts) in enumerate(layers) if has_experts]
+    return {"num_layers": len(layers), "mixers": [kind for kind, _ in layers], "moe": moe}
 
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     model = config.model
     heads = 8 if model.num_kv_heads < model.num_heads else 4
-    fraction = model.transformer_fraction
-    layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
     accumulation = min(2, layout.gradient_accumulation_steps)
     micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -137,11 +160,9 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "hidden_size": heads * HEAD_DIM,
         "num_heads": heads,
         "num_kv_heads": 4,
-        "num_layers": max(4, layers_of_both_kinds),
         "vocab_size": VOCAB_SIZE,
-        "schedule": model.schedule,
-        "transformer_fraction": fraction,
-        "moe": model.moe and _small_experts(model.moe, degrees),
+        "ffn_activation": model.ffn_activation,
+        **_small_layers(model, degrees),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
@@ -191,6 +212,8 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
     axes = {axis: axis for axis in ("pipeline", "tensor", "sequence", "expert")}
     axes["ranks with samples of their own"] = "sample_ranks"
     schedule = f"{config.model.schedule}, both kinds of blocks"
+    if config.model.mixers is not None:
+        schedule = f"mixers, {', '.join(dict.fromkeys(config.model.mixers))}"
     recomputes = "on" if plan.activation_checkpointing else "off"
     steps = plan.gradient_accumulation_steps
     covered = [

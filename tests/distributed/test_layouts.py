@@ -97,6 +97,11 @@ LAYOUTS = [
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=2, accumulation=2, profile="pipeline"),
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=4, length=64, packed=True,
          profile="pipeline", optimizer="sgd", training=SPANS),
+    # layers listed one by one, experts in some of them, SwiGLU
+    Case(data=2, expert=2, accumulation=2, profile="zero2", mixed=True),
+    Case(data=2, tensor=2, sequence=2, expert=2, optimizer="sgd", mixed=True),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", mixed=True),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut", mixed=True),
     # labels that weigh differently, under every kind of head
     Case(data=2, expert=2, accumulation=2, optimizer="sgd", weighted=True),
     Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
@@ -159,6 +164,7 @@ FAULTS = [
     Case(tensor=2, broken="partial tokens"),
     Case(tensor=2, broken="uncounted experts"),
     Case(tensor=2, expert=2, broken="uncounted experts"),
+    Case(tensor=2, broken="misplaced gates", mixed=True),
     Case(data=2, sequence=2, broken="local statistics"),
     Case(data=2, sequence=2, broken="local mean"),
     Case(data=2, sequence=2, broken="no halo"),

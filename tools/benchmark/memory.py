@@ -43,6 +43,7 @@ class Case:
     micro_batch: int = 1
     layers: int = 4
     moe: bool = True
+    mixed: bool = False  # layers listed, experts in every other one, SwiGLU
     kv_heads: int | None = None
     checkpointing: bool = False
     span: int | None = None
@@ -71,6 +72,9 @@ CASES = (
     Case("dense, grouped queries, long", moe=False, kv_heads=2, length=512),
     Case("dense, wide, checkpointing", moe=False, hidden=256, checkpointing=True),
     Case("dense, narrow, ZeRO-2", moe=False, hidden=64, profile="zero2"),
+    Case("MoE in some layers, SwiGLU", mixed=True, kv_heads=2),
+    Case("MoE in some layers, SwiGLU, 2 tensor ranks, checkpointing", mixed=True, world=2, tensor=2,
+         checkpointing=True),
     Case("MoE, bf16, ZeRO-1", precision="bf16"),
     Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
     Case("MoE, 2 ranks, ZeRO-1", world=2),
@@ -126,7 +130,12 @@ CUDA_CASES = tuple(
 
 def make_config(case: Case) -> Config:
     """A whole configuration of a case; nothing of it is read from disk."""
-    experts = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    experts: dict[str, Any] = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    listed: dict[str, Any] = {}
+    if case.mixed:
+        experts["layers"] = list(range(1, case.layers, 2))
+        mixers = [f"rwkv*{case.layers - 1}", "transformer"]
+        listed = {"mixers": mixers, "ffn_activation": "swiglu"}
     return Config.model_validate(
         {
             "name": "memory",
@@ -137,6 +146,7 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
+                **listed,
             },
             "parallel": {
                 "expert": case.expert,

@@ -113,6 +113,11 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ("expert-divides-tensor", layout(data=2, expert=4), layout(data=2, tensor=2, expert=4)),
     ("experts-of-a-dense-model", layout("model.moe=null", data=2, expert=2), layout(data=2)),
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
+    (
+        "stage-without-experts",
+        layout("model.moe.layers=[2, 3]", pipeline=2),
+        layout("model.moe.layers=[0, 3]", pipeline=2),
+    ),
     ("batch-divides", layout(data=3), layout("training.global_batch_size=9", data=3)),
     (
         "batch-divides",
