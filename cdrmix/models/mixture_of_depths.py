@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.model import ModConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import ModConfig
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.initialize import normal_
 from cdrmix.models.mixer import Gathered

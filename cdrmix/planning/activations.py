@@ -9,6 +9,7 @@ recomputed whole, or recomputed in spans of tokens (models/recompute.py).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
@@ -61,6 +62,10 @@ class SavedActivations:
         # save input and normalised input, both in float32
         kept = 2 * 4 * self.model.hidden_size if device == "cpu" else self._stream
         self._norm = PerToken(kept + 4)
+        # The norm of a recomputed block reads its input, which is counted already, unless torch's
+        # CPU norm saves a float32 copy of it.
+        copies_input = device == "cpu" and self.element_bytes < 4
+        self._twice = 0 if copies_input else self._stream
         # blocks of each pipeline stage by their number, as `parallel/pipeline.py` builds them
         length = self.training.sequence_length
         self.stages = cache(partial(stage_layers, self.model, length))
@@ -92,8 +97,11 @@ class SavedActivations:
         tokens = self.tokens(layout)
         in_flight = self.in_flight(layout, stage)
         v_first = self._stream // degrees.tensor * tokens if self._has_v_first else 0
+        is_last = stage == degrees.pipeline - 1
+        further, unit_of_further = self._of_further_tokens(layout) if is_last else (0.0, 0.0)
         if layout.activation_checkpointing:
             inputs, unit = self._recomputed(layout, stage)
+            unit = max(unit, unit_of_further)
             total = in_flight * (inputs + v_first) + unit
         else:
             # v_first counts with the block that creates it, or is received from the stage before
@@ -101,12 +109,51 @@ class SavedActivations:
         if stage == 0:
             token_ids = PerToken(8)
             total += in_flight * (self._norm + token_ids).on(degrees) * tokens
-        if stage == degrees.pipeline - 1:
+        if is_last:
             # the loss forms the gradients of the embedding (float32) and of the hidden states
             # already in its forward pass
             total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
             total += (self._norm + PerToken(self._stream)).on(degrees) * tokens
+            total += further
         return int(total)
+
+    def _of_further_tokens(self, layout: Layout) -> tuple[float, float]:
+        """Bytes of what predicts further tokens (`models/mtp.py`), with the gradients of what the
+        head scores for them; and of one of its blocks while that is recomputed.
+
+        It is computed with the loss, of one micro-batch at a time.
+        """
+        mtp = self.model.mtp
+        if mtp is None:
+            return 0.0, 0.0
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
+        further = mtp.num_tokens - 1
+        gradients = PerToken(self._stream).on(degrees) * tokens * further
+        if mtp.kind == "independent" and mtp.head == "linear":
+            return gradients + self._stream * tokens, 0.0  # all maps have one input
+        setting = replace(self.setting, model=self.model.further_blocks())
+        kind = block_types(setting.model)[-1]
+        form = kind.sequence_form(
+            setting.model,
+            sequence_length=setting.sequence_length,
+            sequence=degrees.sequence,
+            element_bytes=self.element_bytes,
+        )
+        last = setting.model.num_layers - 1
+        block = kind.saved(setting, last, form) + saved_by_feed_forward(setting, last)
+        of_block = (block + self._norm + self._norm).on(degrees) * tokens
+        of_block += kind.saved_per_sample(setting, layout, form)
+        outside = self._norm
+        if mtp.kind == "deepseek":
+            # two norms more, the pair that is projected, and the ids of its tokens
+            outside += self._norm + self._norm + PerToken(2 * self._stream + 8)
+        total = gradients + further * outside.on(degrees) * tokens
+        if mtp.kind == "deepseek":  # two norms read the output of a depth that has a next one
+            total -= (further - 1) * self._twice * tokens
+        if not layout.activation_checkpointing:
+            return total + further * of_block, 0.0
+        return total + further * self._stream * tokens, of_block - self._twice * tokens
 
     def in_flight(self, layout: Layout, stage: int) -> int:
         """Micro-batches whose activations a stage holds at a time.
@@ -143,11 +190,7 @@ class SavedActivations:
         degrees = layout.degrees
         tokens = self.tokens(layout)
         spans, span = self.spans(layout)
-        stream = self._stream
-        # The norm reads the block's input, which is counted already, unless torch's CPU norm
-        # saves a float32 copy of it.
-        copies_input = self.device == "cpu" and self.element_bytes < 4
-        twice = 0 if copies_input else stream
+        stream, twice = self._stream, self._twice
         borders = (spans - 1) * layout.micro_batch_size
         inputs = unit = 0.0
         layers = self.stages(degrees.pipeline)[stage]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from cdrmix.config.model import BLOCK_TYPES, ModelConfig, RoutingMambaConfig
+from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.config.model_parts import RoutingMambaConfig
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.parameter import Parameter
 
