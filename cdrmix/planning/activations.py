@@ -16,7 +16,6 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.blocks.attention import segment_mask_bytes
 from cdrmix.planning.blocks.block_type import (
-    FLOAT32_BYTES,
     PerToken,
     SequenceForm,
     Setting,

@@ -14,6 +14,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.depth_rules import DEPTH_RULES
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
 from cdrmix.planning.stages import stage_layers
@@ -321,6 +322,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_whole_models(),
     *BLOCK_RULES,
+    *DEPTH_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,
