@@ -283,7 +283,7 @@ def wake_blocks() -> None:
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
     from cdrmix.engines import routing
-    from cdrmix.models import attention
+    from cdrmix.models import attention, mamba
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
     from cdrmix.parallel import (
@@ -355,8 +355,9 @@ def plant(broken: str) -> None:
             routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
         ),
         "every token is counted as routed": lambda: setattr(
-            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
+            routing, "tokens_routed", lambda statistics, _: statistics[:1, :4].sum() / 2
         ),
+        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

@@ -35,6 +35,13 @@ class Section(BaseModel):
 BLOCK_TYPES = {
     "rwkv": "cdrmix.planning.blocks.rwkv:RWKVBlock",
     "transformer": "cdrmix.planning.blocks.attention:AttentionBlock",
+    "mamba": "cdrmix.planning.blocks.mamba:MambaBlock",
+    "routing_mamba": "cdrmix.planning.blocks.mamba:RoutingMambaBlock",
+}
+# Sections that only some block types read, each with these.
+_USERS_OF_SECTIONS = {
+    "mamba": ("mamba", "routing_mamba"),
+    "routing_mamba": ("routing_mamba",),
 }
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
@@ -44,7 +51,16 @@ _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVE
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
 _SCHEDULE_KEYS = ("schedule", "transformer_fraction")
-_RWKX_KEYS = (*_SCHEDULE_KEYS, "mixers", "ffn_activation", "init_std_scale", "rope_theta", "mod")
+_RWKX_KEYS = (
+    *_SCHEDULE_KEYS,
+    "mixers",
+    "mamba",
+    "routing_mamba",
+    "ffn_activation",
+    "init_std_scale",
+    "rope_theta",
+    "mod",
+)
 # An entry of `mixers`: NAME, or NAME*N for N layers.
 _MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
 
@@ -127,6 +143,42 @@ class MtpConfig(Section):
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
 
 
+class MambaConfig(Section):
+    """Mamba-1 mixer (Gu and Dao, arXiv 2312.00752)."""
+
+    state_size: int = Field(16, ge=1, description="States of an inner feature (count).")
+    expand: int = Field(2, ge=1, description="Inner features over hidden_size (ratio).")
+    conv_size: int = Field(4, ge=2, description="Tokens that the convolution reads (count).")
+    dt_rank: int | None = Field(None, ge=1)
+    """Rank of the projection to time steps (features); hidden_size / 16, rounded up, when left
+    out."""
+
+    def rank(self, hidden_size: int) -> int:
+        """Rank of the projection to time steps (features)."""
+        return self.dt_rank or math.ceil(hidden_size / 16)
+
+
+class RoutingMambaConfig(Section):
+    """Routing Mamba (arXiv 2506.18145): a Mamba mixer with experts for its input, gate and output
+    projections, which one router chooses."""
+
+    num_experts: int = Field(8, ge=1, description="Experts of a mixer (count).")
+    top_k: int = Field(1, ge=1, description="Experts that each token is sent to (count).")
+    load_balance_weight: float = Field(0.01, ge=0)
+    """Weight of the load-balance loss, mean over such mixers (ratio)."""
+    z_loss_weight: float = Field(1e-3, ge=0)
+    """Weight of the router z-loss, mean over such mixers (ratio)."""
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> RoutingMambaConfig:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
+                "a token goes to distinct experts"
+            )
+        return self
+
+
 class ModConfig(Section):
     """Mixture of Depths: some blocks take a share of the tokens, and the others pass by (Raposo et
     al., arXiv 2404.02258)."""
@@ -197,8 +249,8 @@ class ModelConfig(Section):
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
     mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
-    """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv
-    or transformer; NAME*N stands for N layers. null: by the schedule."""
+    """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
+    transformer, mamba or routing_mamba; NAME*N stands for N layers. null: by the schedule."""
     ffn_hidden_size: int = Field(ge=1)
     """Inner width of a dense feed-forward, of layers without experts (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
@@ -211,6 +263,10 @@ class ModelConfig(Section):
     """Multi-token prediction; null: the next token alone."""
     mod: ModConfig | None = None
     """Mixture of Depths; null: every block takes every token."""
+    mamba: MambaConfig | None = None
+    """Sizes of Mamba mixers, of Routing Mamba too; filled in where there are such layers."""
+    routing_mamba: RoutingMambaConfig | None = None
+    """Experts of Routing Mamba mixers; filled in where there are such layers."""
     init_std_scale: float = Field(1.0, gt=0)
     """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.
@@ -240,6 +296,7 @@ class ModelConfig(Section):
                 if _is_count(inner) and _is_count(top_k):
                     width = inner * top_k
             filled["ffn_hidden_size"] = width
+        _fill_sections(filled)
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -305,7 +362,7 @@ class ModelConfig(Section):
         return self
 
     def _check_layers(self) -> None:
-        """Raises ValueError where `mixers` or `moe.layers` do not fit the other keys."""
+        """Raises ValueError where keys of single layers do not fit the others."""
         if self.mixers is not None:
             if len(self.mixers) != self.num_layers:
                 raise ValueError(
@@ -317,6 +374,13 @@ class ModelConfig(Section):
                         f"{key} has no meaning with mixers, which names the type of each layer. "
                         "Leave one of them out"
                     )
+        kinds = set(self.layer_kinds())
+        for key, users in _USERS_OF_SECTIONS.items():
+            if getattr(self, key) is not None and kinds.isdisjoint(users):
+                raise ValueError(
+                    f"{key} has no meaning without a layer of the type {' or '.join(users)} in "
+                    "mixers. Leave it out"
+                )
         last = self.moe_layers()[-1:]
         if last and last[0] >= self.num_layers:
             raise ValueError(
@@ -407,6 +471,16 @@ class ModelConfig(Section):
             for factor in (2.5, 1.7, 5)
         )
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
+
+
+def _fill_sections(filled: dict[str, Any]) -> None:
+    """Fills in the sections that block types of the model need, in place."""
+    entries = filled.get("mixers")
+    if isinstance(entries, list | tuple):
+        kinds = {str(entry).partition("*")[0] for entry in entries}
+        for key, users in _USERS_OF_SECTIONS.items():
+            if not kinds.isdisjoint(users) and filled.get(key) is None:
+                filled[key] = {}
 
 
 def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:

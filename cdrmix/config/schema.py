@@ -441,6 +441,11 @@ class Config(Section):
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
             )
+        if stage_b is not None and self.model.mamba is not None:
+            raise ValueError(
+                "stage_b with Mamba layers is not available in this version: memory and adapters "
+                "have been shown on RWKV and Transformer blocks alone. Try stage_b=null"
+            )
         if self.training.stage == "b" and self.training.start_from is not None:
             raise ValueError(
                 "training.start_from begins Stage A, and training.stage = b trains none. Try "

@@ -1,6 +1,6 @@
 """Losses and metrics of routers: of tokens to experts, and of tokens into blocks."""
 
-# L layers with a router, E experts, S statistics of a routed block
+# R routers of a model, L routed blocks, E experts, S statistics
 
 from __future__ import annotations
 
@@ -10,21 +10,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.model import ModelConfig
+from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.depth import depth_monitors, predictor_loss
-from cdrmix.objectives.router import router_losses, router_monitors, tokens_routed
+from cdrmix.objectives.router import (
+    router_losses,
+    router_monitors,
+    routers_in,
+    rows_of,
+    tokens_routed,
+)
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.blocks.routers import RouterPart
 from cdrmix.planning.counts import compute_share
 from cdrmix.planning.depth import DEPTH_STATISTICS
 
-ROUTER_METRICS = (
-    "moe/overflow_fraction",
-    "moe/routing_entropy_bits",
-    "moe/load_balance_loss",
-    "moe/z_loss",
-)
+# By the half of a block: of experts in feed-forwards, and of Routing Mamba, which has no capacity.
+_ROUTER_METRICS: dict[RouterPart, tuple[str, ...]] = {
+    "ffn": (
+        "moe/overflow_fraction",
+        "moe/routing_entropy_bits",
+        "moe/load_balance_loss",
+        "moe/z_loss",
+    ),
+    "mixer": (
+        "routing_mamba/routing_entropy_bits",
+        "routing_mamba/load_balance_loss",
+        "routing_mamba/z_loss",
+    ),
+}
 # Fields of `DepthMonitors` by metric, for each mode.
 _DEPTH_METRICS = {"mod/fraction": "fraction", "mod/position_correlation": "position_correlation"}
 _OF_MODE = {
@@ -39,35 +54,43 @@ _OF_MODE = {
 class RouterMeasures(NamedTuple):
     """Router statistics per token and router losses, detached and over all data ranks."""
 
-    per_token: Tensor  # [L, 2E + 3]
-    load_balance: Tensor  # scalar
-    z: Tensor  # scalar
+    per_token: Tensor  # [R, S] as in `planning.blocks.routers`
+    load_balance: Tensor  # of each of `router_parts`
+    z: Tensor  # of each of them
 
 
 class Routing(NamedTuple):
     """Measures of the routers in one micro-step, or in all of a step."""
 
-    experts: RouterMeasures | None = None  # None for a dense model
+    experts: RouterMeasures | None = None  # None in a model without experts
     depth: Tensor | None = None  # sums over this rank's tokens, [L, S]; None without routed blocks
+
+
+def router_parts(model: ModelConfig) -> dict[RouterPart, MoEConfig | RoutingMambaConfig]:
+    """Halves of the blocks that have routers, with the sizes and loss weights of these."""
+    parts: tuple[RouterPart, ...] = ("ffn", "mixer")
+    found = {part: routers_in(model, part) for part in parts}
+    return {part: sizes for part, sizes in found.items() if sizes is not None}
 
 
 def add_router_losses(
     loss: Tensor, output: Output, model: ModelConfig, topology: Topology, *, num_tokens: int
 ) -> tuple[Tensor, Routing]:
     """Adds the losses of all routers to that of a micro-batch of `num_tokens` tokens."""
-    moe = model.moe
     experts = None
-    if moe is not None and output.router_statistics is not None:
+    if output.router_statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         sums = mean_over_ranks(output.router_statistics, topology)
-        if model.mod is None:
-            per_token = sums / num_tokens
-        else:  # over the tokens that reach the experts of a layer
-            per_token = sums / tokens_routed(sums, num_experts=moe.num_experts, top_k=moe.top_k)
-        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-        detached = (per_token.detach(), losses.load_balance.detach(), losses.z.detach())
-        experts = RouterMeasures(*detached)
+        per_token = sums / (num_tokens if model.mod is None else tokens_routed(sums, model))
+        found = []
+        for part, sizes in router_parts(model).items():
+            rows = rows_of(per_token, model, part)
+            of_part = router_losses(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+            loss = loss + sizes.load_balance_weight * of_part.load_balance
+            loss = loss + sizes.z_loss_weight * of_part.z
+            found.append(of_part)
+        losses = (torch.stack(each).detach() for each in zip(*found, strict=True))
+        experts = RouterMeasures(per_token.detach(), *losses)
     depth = output.depth_statistics
     if depth is not None:
         assert model.mod is not None, "no other model has routed blocks"
@@ -91,31 +114,39 @@ def of_step(parts: Sequence[Routing]) -> Routing:
 def routing_sums(model: ModelConfig, routing: Routing, topology: Topology) -> Tensor:
     """Returns what this rank adds to `routing_metrics`, a vector of the same length on all ranks,
     float64, on the CPU; zeros where others speak for the tokens."""
-    moe = model.moe
-    of_experts = torch.zeros(len(ROUTER_METRICS) if moe else 0, dtype=torch.float64)
+    of_experts = torch.zeros(len(_names(model)), dtype=torch.float64)
     of_depth = torch.zeros(len(model.routed_layers()), len(DEPTH_STATISTICS), dtype=torch.float64)
     # One rank speaks for its pipeline stage: router statistics are means over data ranks.
-    if moe and routing.experts and topology.counts_tokens and topology.data_rank == 0:
-        monitors = router_monitors(
-            routing.experts.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
-        )
-        values = (
-            float(monitors.overflow_fraction.mean()),
-            float(monitors.entropy_bits.mean()),
-            float(routing.experts.load_balance),
-            float(routing.experts.z),
-        )
-        of_experts = torch.tensor(values, dtype=torch.float64)
+    if routing.experts and topology.counts_tokens and topology.data_rank == 0:
+        of_experts = torch.tensor(_of_experts(model, routing.experts), dtype=torch.float64)
     if routing.depth is not None and topology.counts_tokens:
         of_depth = routing.depth.cpu()
     return torch.cat([of_experts, of_depth.flatten()])
+
+
+def _of_experts(model: ModelConfig, measures: RouterMeasures) -> list[float]:
+    """Values of `_ROUTER_METRICS`, of the parts that a model has."""
+    values = []
+    losses = zip(measures.load_balance.tolist(), measures.z.tolist(), strict=True)
+    for (part, sizes), of_part in zip(router_parts(model).items(), losses, strict=True):
+        rows = rows_of(measures.per_token.cpu(), model, part)
+        monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+        if part == "ffn":
+            values.append(float(monitors.overflow_fraction.mean()))
+        values += [float(monitors.entropy_bits.mean()), *of_part]
+    return values
+
+
+def _names(model: ModelConfig) -> list[str]:
+    """Metrics of the experts of a model."""
+    return [name for part in router_parts(model) for name in _ROUTER_METRICS[part]]
 
 
 def routing_metrics(
     model: ModelConfig, sequence_length: int, totals: Sequence[float]
 ) -> dict[str, float]:
     """Makes metrics from the sums of all ranks' `routing_sums`."""
-    names = ROUTER_METRICS if model.moe else ()
+    names = _names(model)
     metrics = dict(zip(names, totals, strict=False))
     routed = model.routed_layers()
     if model.mod is None or not routed:

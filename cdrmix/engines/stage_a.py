@@ -32,10 +32,10 @@ from cdrmix.engines.combination import Batch, Combination, own_weights, weight_n
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.routing import (
-    ROUTER_METRICS,
     Routing,
     add_router_losses,
     of_step,
+    router_parts,
     routing_metrics,
     routing_sums,
 )
@@ -432,10 +432,14 @@ class Pretraining(Stage[Batch, StepResult]):
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
         verdicts = [run.health.loss_known(run.step, metrics["loss"])]
-        if run.config.model.moe:
-            overflow, entropy_bits = (metrics[name] for name in ROUTER_METRICS[:2])
+        if router_parts(run.config.model):
             verdicts.append(
-                run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+                run.health.routing_known(
+                    run.step,
+                    entropy_bits=metrics.get("moe/routing_entropy_bits"),
+                    overflow=metrics.get("moe/overflow_fraction", 0.0),
+                    mixer_entropy_bits=metrics.get("routing_mamba/routing_entropy_bits"),
+                )
             )
         return verdicts
 

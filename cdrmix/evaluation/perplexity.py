@@ -21,12 +21,12 @@ from cdrmix.data.document import KINDS
 from cdrmix.data.loader import label_kinds, split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
-from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.depth import depth_monitors
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
-from cdrmix.objectives.router import router_monitors, tokens_routed
+from cdrmix.objectives.router import router_monitors, routers_in, rows_of, tokens_routed
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
+from cdrmix.planning.blocks.routers import RouterPart, num_statistics, router_places
 from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # Fixed, so that evaluations of different runs read the same samples.
@@ -39,12 +39,12 @@ _NUM_WHOLE_SUMS = 3
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Routing of one MoE layer over the held-out tokens.
+    """Routing of one MoE layer, or Routing Mamba mixer, over the held-out tokens.
 
     Attributes:
         layer: its number in the model, from 0; of a Hugging Face model, among its MoE layers.
         utilisation: share of assignments per expert, summing to 1.
-        overflow_fraction: share of assignments beyond the capacity factor.
+        overflow_fraction: share of assignments beyond the capacity factor; 0 of a mixer.
         routing_entropy_bits: entropy of the utilisation.
     """
 
@@ -102,6 +102,7 @@ class Evaluation:
             data set of one domain. Their mean by tokens is `loss`.
         objectives: loss of each objective of which a token was predicted; empty if they were not
             asked for, or all is text.
+        mixers: routing per Routing Mamba mixer; empty without any.
     """
 
     loss: float
@@ -111,13 +112,14 @@ class Evaluation:
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
     objectives: list[ObjectiveLoss] = field(default_factory=list)
+    mixers: list[LayerRouting] = field(default_factory=list)
     depth: list[BlockDepth] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as in metrics.json; `domains` and `objectives` only where there are
-        several, `depth` with Mixture of Depths."""
+        several, `mixers` where some have experts, `depth` with Mixture of Depths."""
         fields = asdict(self)
-        for name in ("domains", "objectives", "depth"):
+        for name in ("domains", "objectives", "mixers", "depth"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -141,14 +143,15 @@ class Evaluation:
             lines += ["", f"{'objective':10}  {'loss':>8}  {'tokens':>14}"]
         for part in self.objectives:
             lines.append(f"{part.objective:10}  {part.loss:8.4f}  {part.tokens:14,}")
-        if self.layers:
-            lines += ["", "layer  entropy bits  overflow  use of each expert"]
-        for routing in self.layers:
-            shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
-            lines.append(
-                f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
-                f"  {routing.overflow_fraction:8.2%}  {shares}"
-            )
+        for kind, routed in (("layer", self.layers), ("mixer", self.mixers)):
+            if routed:
+                lines += ["", f"{kind}  entropy bits  overflow  use of each expert"]
+            for routing in routed:
+                shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
+                lines.append(
+                    f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
+                    f"  {routing.overflow_fraction:8.2%}  {shares}"
+                )
         if self.depth:
             lines += ["", "block  tokens taken  correlation with place"]
         for block in self.depth:
@@ -206,9 +209,8 @@ def evaluate(
     num_sums = _NUM_WHOLE_SUMS + 2 * sum(groups)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
-    if (moe := model.config.moe) is not None:
-        routing = totals.new_zeros(model.num_moe_layers * num_statistics(moe))
-        totals = torch.cat([totals, routing])
+    routing = totals.new_zeros(model.num_routers * num_statistics(model.config))
+    totals = torch.cat([totals, routing])
     num_routed = len(model.config.routed_layers())
     totals = torch.cat([totals, totals.new_zeros(num_routed * len(DEPTH_STATISTICS))])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
@@ -320,19 +322,13 @@ def _summarise(
         shares, correlations = found.fraction.tolist(), found.position_correlation.tolist()
         depth = [BlockDepth(*each) for each in zip(routed, shares, correlations, strict=True)]
     layers = []
-    if (moe := config.moe) is not None:
-        sums = parts.view(-1, num_statistics(moe))
-        read = totals[2]
-        if routed:
-            read = tokens_routed(sums, num_experts=moe.num_experts, top_k=moe.top_k)
-        per_token = (sums / read).cpu()
-        monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-        rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        layers = [
-            LayerRouting(layer, *values)
-            for layer, values in zip(_moe_layers(config, len(rows)), rows, strict=True)
-        ]
+    mixers = []
+    sums = parts.view(-1, num_statistics(config))
+    per_token = (sums / (tokens_routed(sums, config) if routed else totals[2])).cpu()
+    if len(per_token) and routers_in(config, "ffn") is not None:
+        layers = _layer_routing(per_token, config, "ffn")
+    if routers_in(config, "mixer") is not None:
+        mixers = _layer_routing(per_token, config, "mixer")
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -341,6 +337,7 @@ def _summarise(
         layers=layers,
         domains=domains,
         objectives=_objectives(known[groups.domains :]),
+        mixers=mixers,
         depth=depth,
     )
 
@@ -359,9 +356,18 @@ def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
     ]
 
 
-def _moe_layers(config: ModelConfig, number: int) -> Sequence[int]:
-    """Layers with a router, from 0 at the input; of a Hugging Face model they are numbered."""
-    return config.moe_layers() if config.kind == "rwkx" else range(number)
+def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> list[LayerRouting]:
+    """Routing of each layer that has a router in one half of its block."""
+    sizes = routers_in(config, part)
+    assert sizes is not None, "the model has such routers"
+    rows = rows_of(per_token, config, part)
+    monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
+    layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered
+    if config.kind == "rwkx":
+        layers = [place.layer for place in router_places(config) if place.part == part]
+    return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]
 
 
 def _perplexity(loss: float) -> float:

@@ -185,11 +185,11 @@ class Attention(Mixer):
         state: Any,
         segment_ids: Tensor | None,
         gathered: Gathered | None = None,
-    ) -> tuple[Tensor, Tensor | None, AttentionState]:
-        """Mixes as `forward`."""
+    ) -> tuple[Tensor, Tensor | None, AttentionState, None]:
+        """Mixes as `forward`; without a router."""
         positions = None if gathered is None else gathered.positions
         out, after = self(x, state, segment_ids, positions)
-        return out, v_first, after
+        return out, v_first, after, None
 
     def forward(
         self,

@@ -5,7 +5,7 @@ pipeline stage and be recomputed alone. No process group is seen here but the ex
 DeepSpeed hands to its MoE layers.
 """
 
-# B batch, T time, D hidden, S router statistics
+# B batch, T time, D hidden, E experts, R routers, S statistics in a row
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.mixer import Gathered, Mixer
-from cdrmix.models.moe import MoEFeedForward
+from cdrmix.models.moe import MoEFeedForward, widened
 from cdrmix.models.rwkv7 import ChannelShift
 from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.routers import num_statistics
 
 NORM_EPS = 1e-6
 
@@ -44,6 +45,7 @@ class Block(nn.Module):
         kind = block_type(config.layer_kinds()[layer])
         self.config = config
         self.layer = layer
+        self.num_statistics = num_statistics(config)  # of a row, S
         self.mixer_norm = rms_norm(config)
         self.mixer: Mixer = kind.module_class().of_layer(config, layer)
         self.ffn_norm = rms_norm(config)
@@ -65,12 +67,23 @@ class Block(nn.Module):
         """Runs the block on the residual stream, [B, T, D]; arguments as of `TimeMix.forward`.
 
         `gathered` is None where x is of whole rows. Gives residual stream, v_first, router
-        statistics [S] or None, state after token T.
+        statistics as `rows` or None, state after token T.
         """
-        x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids, gathered)
+        x, v_first, mixer_state, of_mixer = self.mix(x, v_first, state, segment_ids, gathered)
         last = state.channel_last if state else None
-        x, statistics, channel_last = self.feed(x, last, segment_ids, gathered)
-        return x, v_first, statistics, BlockState(mixer_state, channel_last)
+        x, of_ffn, channel_last = self.feed(x, last, segment_ids, gathered)
+        after = BlockState(mixer_state, channel_last)
+        return x, v_first, self.rows(of_mixer, of_ffn), after
+
+    def rows(self, of_mixer: Tensor | None, of_ffn: Tensor | None) -> Tensor | None:
+        """Stacks statistics of the block's routers, [2E + 3] each, to rows [R, S]; None: no router.
+
+        They are in the order of `planning.blocks.routers`.
+        """
+        found = [each for each in (of_mixer, of_ffn) if each is not None]
+        return (
+            torch.stack([widened(each, self.num_statistics) for each in found]) if found else None
+        )
 
     def mix(
         self,
@@ -79,12 +92,18 @@ class Block(nn.Module):
         state: BlockState | None,
         segment_ids: Tensor | None,
         gathered: Gathered | None = None,
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Runs the first half; gives residual stream, v_first, the mixer's state after token T."""
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor | None]:
+        """Runs the first half.
+
+        Gives residual stream, v_first, the mixer's state after token T, router statistics [2E + 3]
+        or None.
+        """
         normed = self.mixer_norm(x)
         past = state.mixer if state else None
-        mixed, v_first, after = self.mixer.mix(normed, v_first, past, segment_ids, gathered)
-        return x + mixed, v_first, after
+        mixed, v_first, after, statistics = self.mixer.mix(
+            normed, v_first, past, segment_ids, gathered
+        )
+        return x + mixed, v_first, after, statistics
 
     def feed(
         self,
@@ -96,7 +115,7 @@ class Block(nn.Module):
         """Runs the second half: feed-forward, behind its shift if the block type has one.
 
         `last` is the normalised token before the first, [B, D], None at the start of a sequence.
-        Gives residual stream, router statistics [S] or None, last normalised token if shifted.
+        Gives residual stream, router statistics [2E + 3] or None, last normalised token if shifted.
         """
         normed = self.ffn_norm(x)
         channel_last = None

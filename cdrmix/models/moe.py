@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.config.model import ModelConfig, MoEConfig
+from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
 from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
+from cdrmix.planning.blocks.routers import NUM_TOTALS
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -41,30 +42,43 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
     return math.ceil(exact)
 
 
-def num_statistics(config: MoEConfig) -> int:
-    """Number of router statistics of a layer, which `MoEFeedForward.forward` lists."""
-    return 2 * config.num_experts + 3
+def widened(statistics: Tensor, size: int) -> Tensor:
+    """Fills router statistics [2E + 3] up to a row of `size`: zeros for further experts."""
+    further = (size - len(statistics)) // 2
+    if further == 0:
+        return statistics
+    experts = (len(statistics) - NUM_TOTALS) // 2
+    parts = statistics.split([experts, experts, NUM_TOTALS])
+    return torch.cat([*(F.pad(part, (0, further)) for part in parts[:2]), parts[2]])
 
 
 class Router(nn.Module):
     """Top-k router in float32, with what its losses and monitors need."""
 
-    def __init__(self, moe: MoEConfig, hidden_size: int) -> None:
+    def __init__(
+        self,
+        sizes: MoEConfig | RoutingMambaConfig,
+        hidden_size: int,
+        *,
+        weights_sum_to_one: bool = True,
+    ) -> None:
         super().__init__()
-        self.top_k = moe.top_k
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.top_k = sizes.top_k
+        self.weights_sum_to_one = weights_sum_to_one
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Chooses k experts per token, [N, D] of any float type.
 
-        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
-        token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
+        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, its probability or,
+        if they sum to 1 per token, its share of those chosen; probabilities summed over the tokens,
+        [E]; squared logsumexp summed, scalar.
         """
         logits = F.linear(x.float(), self.weight.float())  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
         probabilities = torch.exp(logits - log_total)
         top, experts = probabilities.topk(self.top_k, dim=-1)
-        weights = top / top.sum(-1, keepdim=True)
+        weights = top / top.sum(-1, keepdim=True) if self.weights_sum_to_one else top
         return experts, weights, probabilities.sum(0), log_total.square().sum()
 
 
@@ -114,6 +128,12 @@ class _Combine(torch.autograd.Function):
         weight_grad = padded[inverse.clamp(max=rows.shape[0])].to(weights.dtype)
         scales = weights[index, slot].to(grad.dtype)
         return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
+
+
+# Rows of x, [N, D], by index, [M]; and each token's weighted sum over its choices, [N, D]. Other
+# arguments are those that `sort_by_expert` gives.
+gather_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = _Gather.apply
+weighted_sum: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
 
 
 def _rows_of_choice(x: Tensor, inverse: Tensor, choice: int) -> Tensor:
@@ -215,7 +235,7 @@ class ExpertLayer(MOELayer):
         capacity = expert_capacity(len(tokens), moe.top_k, moe.num_experts, moe.capacity_factor)
         excess = (counts - capacity).clamp(min=0).sum()
         dropping = moe.drop_tokens and self.training
-        index, slot, inverse, row_counts = _sort_by_expert(
+        index, slot, inverse, row_counts = sort_by_expert(
             experts, counts, capacity if dropping else None
         )
         rows = _Gather.apply(tokens, index, inverse)  # [M, D]
@@ -250,7 +270,7 @@ class ExpertLayer(MOELayer):
         return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
 
 
-def _sort_by_expert(
+def sort_by_expert(
     experts: Tensor, counts: Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Orders assignments [N, k] by expert, first choices first, and cuts each expert at capacity.

@@ -6,7 +6,7 @@ recurrent state between spans is saved. Where a mixer looks at all tokens at onc
 over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
-# B batch, T time, D hidden, L layers, S router statistics
+# B batch, T time, D hidden, R routers, S statistics in a row
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def run_blocks(
             assert after is not None, "training in spans gives no state"
             states.append(after)
     routed = [part for part in statistics if part is not None]
-    found = Statistics(
-        torch.stack(routed) if routed else None, torch.stack(depth) if depth else None
-    )
+    found = Statistics(torch.cat(routed) if routed else None, torch.stack(depth) if depth else None)
     return x, v_first, found, states if return_state else None
 
 
@@ -129,7 +127,7 @@ def _in_spans(
         values.append(value)
         if part is not None:
             statistics.append(part)
-    if v_first is None:
+    if v_first is None and values[0] is not None:
         v_first = torch.cat(values, 1)
     return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
 
@@ -179,7 +177,7 @@ def _mix_then_feed(
     def feed(x: Tensor, last: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x, None) if is_again else block.feed(x, last, ids)[:2]
 
-    x, v_first, _ = block.mix(x, v_first, None, segment_ids)
+    x, v_first, _, of_mixer = block.mix(x, v_first, None, segment_ids)
     outs = []
     statistics = []
     for inputs in _feed_inputs(block, x, segment_ids, spans):
@@ -187,7 +185,8 @@ def _mix_then_feed(
         outs.append(out)
         if part is not None:
             statistics.append(part)
-    return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
+    of_ffn = torch.stack(statistics).sum(0) if statistics else None
+    return torch.cat(outs, 1), v_first, block.rows(of_mixer, of_ffn)
 
 
 def _feed_inputs(

@@ -175,10 +175,10 @@ class TimeMix(Mixer):
         state: Any,
         segment_ids: Tensor | None,
         gathered: Gathered | None = None,
-    ) -> tuple[Tensor, Tensor | None, TimeMixState]:
-        """Mixes as `forward`, wherever the tokens are in their rows."""
-        mixed: tuple[Tensor, Tensor, TimeMixState] = self(x, v_first, state, segment_ids)
-        return mixed
+    ) -> tuple[Tensor, Tensor | None, TimeMixState, None]:
+        """Mixes as `forward`, wherever the tokens are in their rows; without a router."""
+        out, v_first, after = self(x, v_first, state, segment_ids)
+        return out, v_first, after, None
 
     def forward(
         self,

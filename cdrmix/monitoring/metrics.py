@@ -58,6 +58,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/routing_entropy_bits", "bits, mean over layers", "none"),
     Metric("moe/load_balance_loss", "unweighted, mean over layers", "none"),
     Metric("moe/z_loss", "unweighted, mean over layers", "none"),
+    Metric("routing_mamba/routing_entropy_bits", "bits, mean over such mixers", "none"),
+    Metric("routing_mamba/load_balance_loss", "unweighted, mean over such mixers", "none"),
+    Metric("routing_mamba/z_loss", "unweighted, mean over such mixers", "none"),
     # Mixture of Depths: means over routed blocks of shares of all tokens of a step.
     Metric("mod/fraction", "share of tokens that a block takes", "sum", "token"),
     Metric("mod/threshold", "router score, mean over blocks", "none"),

@@ -13,8 +13,8 @@ after each step.
 `StagedBackbone` runs the stages for evaluation and decoding, called as `Backbone` is.
 """
 
-# B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
-# S router statistics
+# B batch, T tokens of this sequence rank, D hidden, V vocabulary, R routers up to a stage boundary,
+# S statistics in a row
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
-from cdrmix.models.moe import num_statistics
 from cdrmix.models.recompute import Context, Statistics, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.blocks.block_type import is_v_first_made
+from cdrmix.planning.blocks.routers import num_statistics, router_places
 from cdrmix.planning.depth import DEPTH_STATISTICS
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stages import stage_layers
@@ -68,7 +68,7 @@ class PipelineStage(nn.Module):
         self.layers = stage_layers(model, length, degrees.pipeline)[topology.stage]
         self.v_first_arrives = is_v_first_made(model, self.layers.start)
         before = range(self.layers.start)
-        self.experts_before = sum(map(model.has_experts, before))
+        self.routers_before = len(router_places(model, before))
         self.routed_before = sum(layer in before for layer in model.routed_layers())
         # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
@@ -142,10 +142,9 @@ class PipelineStage(nn.Module):
         if self.v_first_arrives:
             # cut as heads are: each tensor rank sends those of its own to its peer
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
-        if self.config.moe is not None and self.experts_before:
-            # counts of assignments, which bf16 would round beyond 256, [L, S]
-            statistics = (self.experts_before, num_statistics(self.config.moe))
-            parts.append((statistics, torch.float32))
+        if self.routers_before:
+            # counts of assignments, which bf16 would round beyond 256, [R, S]
+            parts.append(((self.routers_before, num_statistics(self.config)), torch.float32))
         if self.routed_before:
             parts.append(((self.routed_before, len(DEPTH_STATISTICS)), torch.float32))
         return parts
@@ -158,7 +157,7 @@ class PipelineStage(nn.Module):
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
         v_first = next(parts) if self.v_first_arrives else None
-        experts = next(parts) if self.experts_before else None
+        experts = next(parts) if self.routers_before else None
         return x, v_first, experts, next(parts, None)
 
 
@@ -232,9 +231,9 @@ class StagedBackbone:
         return self._stage.training
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with a router, of all stages."""
-        return len(self.config.moe_layers())
+    def num_routers(self) -> int:
+        """Routers of all stages."""
+        return len(router_places(self.config))
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:

@@ -152,6 +152,10 @@ def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
 def _used_elements(model: ModelConfig, parameter: Parameter) -> int:
     """Elements of a parameter that one token uses: of experts, and of their adapters, a share."""
     elements = parameter.num_elements
+    if parameter.part == "mamba_experts":
+        sizes = model.routing_mamba
+        assert sizes is not None, "filled in where there are such layers"
+        return elements * sizes.top_k // sizes.num_experts
     of_experts = parameter.part == "experts" or ".experts." in parameter.name
     if of_experts and model.moe is not None:
         return elements * model.moe.top_k // model.moe.num_experts

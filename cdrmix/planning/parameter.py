@@ -12,6 +12,7 @@ Part = Literal[
     "low_rank",
     "attention",
     "mamba",
+    "mamba_experts",
     "feed_forward",
     "router",
     "depth_router",

@@ -267,8 +267,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "experts-of-a-dense-model",
         lambda x: x.model.kind != "hf" and x.model.moe is None and x.degrees.expert > 1,
-        "parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). Try "
-        "parallel.expert = 1",
+        lambda x: (
+            f"parallel.expert = {x.degrees.expert}: the model has no experts "
+            + (
+                "in feed-forwards (model.moe is null), and those of Routing Mamba are ordinary "
+                "parameters, which each rank holds and applies to its own tokens"
+                if x.model.routing_mamba is not None
+                else "(model.moe is null)"
+            )
+            + ". Try parallel.expert = 1"
+        ),
         OF_RANKS,
     ),
     Rule(

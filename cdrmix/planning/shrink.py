@@ -162,6 +162,8 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "num_kv_heads": 4,
         "vocab_size": VOCAB_SIZE,
         "ffn_activation": model.ffn_activation,
+        "mamba": model.mamba and model.mamba.model_dump(),
+        "routing_mamba": model.routing_mamba and model.routing_mamba.model_dump(),
         **_small_layers(model, degrees),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}

@@ -33,6 +33,11 @@ RECOMPUTED = {"activation_checkpointing": True}
 # Mixture of Depths, with rates and weights that show: thresholds move by a part of a deviation.
 ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate": 1.0}}
 TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
+# Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
+MAMBA = {
+    "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
+    "routing_mamba": {"num_experts": 3, "load_balance_weight": 1.0},
+}
 
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
@@ -136,6 +141,12 @@ LAYOUTS = [
     Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
     Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
     Case(data=4, sequence=2, moe=False, profile="zero3_offload", training=RECOMPUTED),
+    # Mamba and Routing Mamba among other blocks
+    Case(data=2, expert=2, accumulation=2, profile="zero2", packed=True, model=MAMBA),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut", model=MAMBA),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="sgd",
+         packed=True, model=MAMBA, training=RECOMPUTED),
+    Case(data=2, packed=True, optimizer="sgd", model=MAMBA, training=SPANS),
 ]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
@@ -175,6 +186,8 @@ FAULTS = [
     Case(data=2, model=ROUTED, broken="every token is counted as routed"),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
+    Case(data=2, moe=False, broken="local statistics", model=MAMBA),
+    Case(packed=True, broken="window leaks", model=MAMBA, training=SPANS),
     *(
         Case(pipeline=2, profile="pipeline", broken=broken)
         for broken in (

@@ -55,12 +55,15 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    mixers: tuple[str, ...] | None = None  # block types of the layers
 
     @property
     def readers(self) -> int:
         """Ranks that read samples of their own."""
         return self.world // (self.tensor * self.pipeline * self.sequence)
 
+
+MAMBA = ("rwkv", "mamba", "routing_mamba", "transformer")
 
 CASES = (
     Case("MoE"),
@@ -121,6 +124,10 @@ CASES = (
          profile="zero2_offload"),
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
+    Case("Mamba, dense, long", moe=False, mixers=MAMBA, length=512),
+    Case("Mamba, bf16, checkpointing", precision="bf16", mixers=MAMBA, checkpointing=True),
+    Case("Mamba, spans, micro batch 2", mixers=MAMBA, length=512, checkpointing=True, span=64,
+         micro_batch=2),
 )  # fmt: skip
 
 ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
@@ -154,6 +161,7 @@ def make_config(case: Case) -> Config:
                 "moe": experts if case.moe else None,
                 "mod": case.capacity and {"capacity": case.capacity, "mode": "topk"},
                 **listed,
+                **({"mixers": case.mixers} if case.mixers else {}),
             },
             "parallel": {
                 "expert": case.expert,

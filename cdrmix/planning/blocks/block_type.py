@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.config.model import BLOCK_TYPES, ModelConfig, RoutingMambaConfig
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.parameter import Parameter
 
@@ -105,6 +105,10 @@ class BlockType(ABC):
     @abstractmethod
     def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Bytes of a block's state in decoding, for one sequence of `tokens` tokens."""
+
+    def router_sizes(self, model: ModelConfig) -> RoutingMambaConfig | None:
+        """Sizes of the mixer's router; None: it has none."""
+        return None
 
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int | None:
         """Bytes of a layer's exchange of heads for `tokens` tokens; None: heads cannot be split."""

@@ -24,6 +24,8 @@ SPANS = (
     "training.activation_checkpointing=true",
     "training.sequence_checkpoint_tokens=64",
 )
+MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
+ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -118,11 +120,26 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ),
     ("expert-divides-tensor", layout(data=2, expert=4), layout(data=2, tensor=2, expert=4)),
     ("experts-of-a-dense-model", layout("model.moe=null", data=2, expert=2), layout(data=2)),
+    ("experts-of-a-dense-model", layout(*ROUTING_MAMBA, data=2, expert=2), layout(*MAMBA, data=2)),
+    ("block-types-with-tensor-unavailable", layout(*MAMBA, tensor=2), layout(tensor=2)),
+    (
+        "block-types-with-sequence-unavailable",
+        layout(*MAMBA, data=2, sequence=2),
+        layout(*MAMBA, data=2),
+    ),
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
     (
         "stage-without-experts",
-        layout("model.moe.layers=[2, 3]", pipeline=2),
+        layout("model.moe.layers=[0, 1]", pipeline=2),
         layout("model.moe.layers=[0, 3]", pipeline=2),
+    ),
+    *(
+        (
+            f"block-types-with-{axis}-unavailable",
+            layout("model.mixers=[mamba*4]", **degrees),
+            layout("model.mixers=[rwkv*4]", **degrees),
+        )
+        for axis, degrees in (("tensor", {"tensor": 2}), ("sequence", {"data": 2, "sequence": 2}))
     ),
     ("batch-divides", layout(data=3), layout("training.global_batch_size=9", data=3)),
     (
