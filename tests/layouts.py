@@ -348,6 +348,7 @@ def plant(broken: str) -> None:
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
         "local fractions": lambda: setattr(
             thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
         ),
@@ -355,9 +356,8 @@ def plant(broken: str) -> None:
             routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
         ),
         "every token is counted as routed": lambda: setattr(
-            routing, "tokens_routed", lambda statistics, _: statistics[:1, :4].sum() / 2
+            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
         ),
-        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

@@ -261,12 +261,12 @@ class ModelConfig(Section):
     """Mixture-of-experts feed-forward; null is a dense model."""
     mtp: MtpConfig | None = None
     """Multi-token prediction; null: the next token alone."""
-    mod: ModConfig | None = None
-    """Mixture of Depths; null: every block takes every token."""
     mamba: MambaConfig | None = None
     """Sizes of Mamba mixers, of Routing Mamba too; filled in where there are such layers."""
     routing_mamba: RoutingMambaConfig | None = None
     """Experts of Routing Mamba mixers; filled in where there are such layers."""
+    mod: ModConfig | None = None
+    """Mixture of Depths; null: every block takes every token."""
     init_std_scale: float = Field(1.0, gt=0)
     """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.

@@ -1,6 +1,6 @@
 """Losses and metrics of routers: of tokens to experts, and of tokens into blocks."""
 
-# R routers of a model, L routed blocks, E experts, S statistics
+# L layers with a router, E experts, S statistics of a routed block
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cdrmix.planning.counts import compute_share
 from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # By the half of a block: of experts in feed-forwards, and of Routing Mamba, which has no capacity.
-_ROUTER_METRICS: dict[RouterPart, tuple[str, ...]] = {
+ROUTER_METRICS: dict[RouterPart, tuple[str, ...]] = {
     "ffn": (
         "moe/overflow_fraction",
         "moe/routing_entropy_bits",
@@ -52,17 +52,18 @@ _OF_MODE = {
 
 
 class RouterMeasures(NamedTuple):
-    """Router statistics per token and router losses, detached and over all data ranks."""
+    """Statistics per token and losses of the routers in one half of the blocks, detached and over
+    all data ranks."""
 
-    per_token: Tensor  # [R, S] as in `planning.blocks.routers`
-    load_balance: Tensor  # of each of `router_parts`
-    z: Tensor  # of each of them
+    per_token: Tensor  # [L, 2E + 3]
+    load_balance: Tensor  # scalar
+    z: Tensor  # scalar
 
 
 class Routing(NamedTuple):
     """Measures of the routers in one micro-step, or in all of a step."""
 
-    experts: RouterMeasures | None = None  # None in a model without experts
+    experts: dict[RouterPart, RouterMeasures] = {}  # by the half of the blocks
     depth: Tensor | None = None  # sums over this rank's tokens, [L, S]; None without routed blocks
 
 
@@ -77,20 +78,22 @@ def add_router_losses(
     loss: Tensor, output: Output, model: ModelConfig, topology: Topology, *, num_tokens: int
 ) -> tuple[Tensor, Routing]:
     """Adds the losses of all routers to that of a micro-batch of `num_tokens` tokens."""
-    experts = None
+    experts: dict[RouterPart, RouterMeasures] = {}
     if output.router_statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         sums = mean_over_ranks(output.router_statistics, topology)
-        per_token = sums / (num_tokens if model.mod is None else tokens_routed(sums, model))
-        found = []
         for part, sizes in router_parts(model).items():
-            rows = rows_of(per_token, model, part)
-            of_part = router_losses(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
-            loss = loss + sizes.load_balance_weight * of_part.load_balance
-            loss = loss + sizes.z_loss_weight * of_part.z
-            found.append(of_part)
-        losses = (torch.stack(each).detach() for each in zip(*found, strict=True))
-        experts = RouterMeasures(per_token.detach(), *losses)
+            choices = {"num_experts": sizes.num_experts, "top_k": sizes.top_k}
+            rows = rows_of(sums, model, part)
+            if model.mod is None:
+                per_token = rows / num_tokens
+            else:  # over the tokens that reach the router of a layer
+                per_token = rows / tokens_routed(rows, **choices)
+            found = router_losses(per_token, **choices)
+            loss = loss + sizes.load_balance_weight * found.load_balance
+            loss = loss + sizes.z_loss_weight * found.z
+            detached = (per_token.detach(), found.load_balance.detach(), found.z.detach())
+            experts[part] = RouterMeasures(*detached)
     depth = output.depth_statistics
     if depth is not None:
         assert model.mod is not None, "no other model has routed blocks"
@@ -103,50 +106,47 @@ def add_router_losses(
 
 def of_step(parts: Sequence[Routing]) -> Routing:
     """Joins the measures of micro-steps: means of the experts', sums of the blocks'."""
-    experts = [part.experts for part in parts if part.experts is not None]
-    means = [torch.stack(values).mean(0) for values in zip(*experts, strict=True)]
+    experts = {}
+    for part in parts[0].experts if parts else ():
+        of_part = [each.experts[part] for each in parts]
+        means = (torch.stack(values).mean(0) for values in zip(*of_part, strict=True))
+        experts[part] = RouterMeasures(*means)
     depth = [part.depth.double() for part in parts if part.depth is not None]
-    return Routing(
-        RouterMeasures(*means) if experts else None, torch.stack(depth).sum(0) if depth else None
-    )
+    return Routing(experts, torch.stack(depth).sum(0) if depth else None)
+
+
+def _router_names(model: ModelConfig) -> list[str]:
+    return [name for part in router_parts(model) for name in ROUTER_METRICS[part]]
 
 
 def routing_sums(model: ModelConfig, routing: Routing, topology: Topology) -> Tensor:
     """Returns what this rank adds to `routing_metrics`, a vector of the same length on all ranks,
     float64, on the CPU; zeros where others speak for the tokens."""
-    of_experts = torch.zeros(len(_names(model)), dtype=torch.float64)
+    of_experts = torch.zeros(len(_router_names(model)), dtype=torch.float64)
     of_depth = torch.zeros(len(model.routed_layers()), len(DEPTH_STATISTICS), dtype=torch.float64)
     # One rank speaks for its pipeline stage: router statistics are means over data ranks.
     if routing.experts and topology.counts_tokens and topology.data_rank == 0:
-        of_experts = torch.tensor(_of_experts(model, routing.experts), dtype=torch.float64)
+        values: list[float] = []
+        for part, sizes in router_parts(model).items():
+            measures = routing.experts[part]
+            monitors = router_monitors(
+                measures.per_token.cpu(), num_experts=sizes.num_experts, top_k=sizes.top_k
+            )
+            if part == "ffn":
+                values.append(float(monitors.overflow_fraction.mean()))
+            values.append(float(monitors.entropy_bits.mean()))
+            values += [float(measures.load_balance), float(measures.z)]
+        of_experts = torch.tensor(values, dtype=torch.float64)
     if routing.depth is not None and topology.counts_tokens:
         of_depth = routing.depth.cpu()
     return torch.cat([of_experts, of_depth.flatten()])
-
-
-def _of_experts(model: ModelConfig, measures: RouterMeasures) -> list[float]:
-    """Values of `_ROUTER_METRICS`, of the parts that a model has."""
-    values = []
-    losses = zip(measures.load_balance.tolist(), measures.z.tolist(), strict=True)
-    for (part, sizes), of_part in zip(router_parts(model).items(), losses, strict=True):
-        rows = rows_of(measures.per_token.cpu(), model, part)
-        monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
-        if part == "ffn":
-            values.append(float(monitors.overflow_fraction.mean()))
-        values += [float(monitors.entropy_bits.mean()), *of_part]
-    return values
-
-
-def _names(model: ModelConfig) -> list[str]:
-    """Metrics of the experts of a model."""
-    return [name for part in router_parts(model) for name in _ROUTER_METRICS[part]]
 
 
 def routing_metrics(
     model: ModelConfig, sequence_length: int, totals: Sequence[float]
 ) -> dict[str, float]:
     """Makes metrics from the sums of all ranks' `routing_sums`."""
-    names = _names(model)
+    names = _router_names(model)
     metrics = dict(zip(names, totals, strict=False))
     routed = model.routed_layers()
     if model.mod is None or not routed:

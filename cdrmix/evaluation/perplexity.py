@@ -100,9 +100,9 @@ class Evaluation:
         depth: of each routed block; empty without Mixture of Depths.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
+        mixers: routing per Routing Mamba mixer; empty without any.
         objectives: loss of each objective of which a token was predicted; empty if they were not
             asked for, or all is text.
-        mixers: routing per Routing Mamba mixer; empty without any.
     """
 
     loss: float
@@ -112,14 +112,14 @@ class Evaluation:
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
     objectives: list[ObjectiveLoss] = field(default_factory=list)
-    mixers: list[LayerRouting] = field(default_factory=list)
     depth: list[BlockDepth] = field(default_factory=list)
+    mixers: list[LayerRouting] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as in metrics.json; `domains` and `objectives` only where there are
-        several, `mixers` where some have experts, `depth` with Mixture of Depths."""
+        several, `depth` with Mixture of Depths, `mixers` where some have experts."""
         fields = asdict(self)
-        for name in ("domains", "objectives", "mixers", "depth"):
+        for name in ("domains", "objectives", "depth", "mixers"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -210,9 +210,9 @@ def evaluate(
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
     routing = totals.new_zeros(model.num_routers * num_statistics(model.config))
-    totals = torch.cat([totals, routing])
     num_routed = len(model.config.routed_layers())
-    totals = torch.cat([totals, totals.new_zeros(num_routed * len(DEPTH_STATISTICS))])
+    depth = totals.new_zeros(num_routed * len(DEPTH_STATISTICS))
+    totals = torch.cat([totals, routing, depth])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
@@ -324,11 +324,10 @@ def _summarise(
     layers = []
     mixers = []
     sums = parts.view(-1, num_statistics(config))
-    per_token = (sums / (tokens_routed(sums, config) if routed else totals[2])).cpu()
-    if len(per_token) and routers_in(config, "ffn") is not None:
-        layers = _layer_routing(per_token, config, "ffn")
+    if len(sums) and routers_in(config, "ffn") is not None:
+        layers = _layer_routing(sums, config, "ffn", num_tokens=totals[2])
     if routers_in(config, "mixer") is not None:
-        mixers = _layer_routing(per_token, config, "mixer")
+        mixers = _layer_routing(sums, config, "mixer", num_tokens=totals[2])
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -337,8 +336,8 @@ def _summarise(
         layers=layers,
         domains=domains,
         objectives=_objectives(known[groups.domains :]),
-        mixers=mixers,
         depth=depth,
+        mixers=mixers,
     )
 
 
@@ -356,12 +355,18 @@ def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
     ]
 
 
-def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> list[LayerRouting]:
+def _layer_routing(
+    sums: Tensor, config: ModelConfig, part: RouterPart, *, num_tokens: Tensor
+) -> list[LayerRouting]:
     """Routing of each layer that has a router in one half of its block."""
     sizes = routers_in(config, part)
     assert sizes is not None, "the model has such routers"
-    rows = rows_of(per_token, config, part)
-    monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    rows = rows_of(sums, config, part)
+    read = num_tokens
+    if config.mod is not None:  # over the tokens that reach the router of a layer
+        read = tokens_routed(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    per_token = (rows / read).cpu()
+    monitors = router_monitors(per_token, num_experts=sizes.num_experts, top_k=sizes.top_k)
     columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
     values = list(zip(*(column.tolist() for column in columns), strict=True))
     layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered

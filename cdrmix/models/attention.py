@@ -186,7 +186,7 @@ class Attention(Mixer):
         segment_ids: Tensor | None,
         gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, AttentionState, None]:
-        """Mixes as `forward`; without a router."""
+        """Mixes as `forward`."""
         positions = None if gathered is None else gathered.positions
         out, after = self(x, state, segment_ids, positions)
         return out, v_first, after, None

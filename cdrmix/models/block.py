@@ -20,7 +20,7 @@ from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import MoEFeedForward, widened
 from cdrmix.models.rwkv7 import ChannelShift
 from cdrmix.planning.blocks.block_type import block_type
-from cdrmix.planning.blocks.routers import num_statistics
+from cdrmix.planning.blocks.routers import num_statistics, router_places
 
 NORM_EPS = 1e-6
 
@@ -81,9 +81,16 @@ class Block(nn.Module):
         They are in the order of `planning.blocks.routers`.
         """
         found = [each for each in (of_mixer, of_ffn) if each is not None]
-        return (
-            torch.stack([widened(each, self.num_statistics) for each in found]) if found else None
-        )
+        if not found:
+            return None
+        return torch.stack([widened(each, self.num_statistics) for each in found])
+
+    def no_rows(self, like: Tensor) -> Tensor | None:
+        """Returns the rows of `rows` where no token has been here, on the device of `like`."""
+        number = len(router_places(self.config, [self.layer]))
+        if number == 0:
+            return None
+        return like.new_zeros(number, self.num_statistics, dtype=torch.float32)
 
     def mix(
         self,

@@ -59,10 +59,8 @@ class Mixer(nn.Module):
         """Mixes normalised input.
 
         `gathered` is None where x is of whole rows: a type that looks at positions, or counts its
-        tokens, reads there what they are.
-
-        Returns the output, v_first, the state after token T, and statistics of the mixer's router
-        as `MoEFeedForward.forward` gives them, [2E + 3], or None.
+        tokens, reads there what they are. Returns the output, v_first, the state after token T, and
+        statistics of the mixer's router as `MoEFeedForward.forward` gives them, [2E + 3], or None.
         """
         out, after = self(x, state, segment_ids)
         return out, v_first, after, None

@@ -227,7 +227,7 @@ class RoutedBlock(Block):
             after = _with_rows(after, rows, reached, len(x))
             if part is not None:
                 experts.append(part)
-        total = torch.stack(experts).sum(0) if experts else None
+        total = torch.stack(experts).sum(0) if experts else self.no_rows(x)
         statistics = RoutedStatistics(total, decision.statistics)
         return out, statistics, RoutedState(after, seen + x.shape[1])
 

@@ -25,7 +25,7 @@ from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState
 class Statistics(NamedTuple):
     """Statistics of consecutive blocks, each a sum over this rank's tokens; None where none has."""
 
-    experts: Tensor | None  # of those with experts, [L, S] as in `MoEFeedForward.forward`
+    experts: Tensor | None  # of routers to experts, [R, S] as in `planning.blocks.routers`
     depth: Tensor | None  # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`
 
 

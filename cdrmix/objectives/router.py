@@ -65,14 +65,12 @@ def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
 
 
 @torch.no_grad()
-def tokens_routed(statistics: Tensor, model: ModelConfig) -> Tensor:
-    """Tokens that reached each router, from the sums in the rows of a model, [R, S] -> [R, 1]; 1
-    for none.
+def tokens_routed(statistics: Tensor, *, num_experts: int, top_k: int) -> Tensor:
+    """Tokens that reached each layer, from sums over tokens, [L, 2E + 3] -> [L, 1]; 1 for none.
 
-    Those of a batch, but of a router in a block of Mixture of Depths.
+    Those of a batch, but where a layer is in a block of Mixture of Depths.
     """
-    top_k = statistics.new_tensor([[place.sizes.top_k] for place in router_places(model)])
-    tokens = statistics[:, : most_experts(model)].sum(-1, keepdim=True) / top_k
+    tokens = statistics[:, :num_experts].sum(-1, keepdim=True) / top_k
     return torch.where(tokens > 0, tokens, torch.ones_like(tokens))
 
 

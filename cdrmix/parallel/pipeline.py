@@ -144,7 +144,8 @@ class PipelineStage(nn.Module):
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
         if self.routers_before:
             # counts of assignments, which bf16 would round beyond 256, [R, S]
-            parts.append(((self.routers_before, num_statistics(self.config)), torch.float32))
+            statistics = (self.routers_before, num_statistics(self.config))
+            parts.append((statistics, torch.float32))
         if self.routed_before:
             parts.append(((self.routed_before, len(DEPTH_STATISTICS)), torch.float32))
         return parts

@@ -30,14 +30,14 @@ LATE = CUT | {
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": True}
-# Mixture of Depths, with rates and weights that show: thresholds move by a part of a deviation.
-ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate": 1.0}}
-TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
 # Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
 MAMBA = {
     "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
     "routing_mamba": {"num_experts": 3, "load_balance_weight": 1.0},
 }
+# Mixture of Depths, with rates and weights that show: thresholds move by a part of a deviation.
+ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate": 1.0}}
+TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
 
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [

@@ -136,8 +136,7 @@ def test_the_objective_is_cross_entropy_balance_and_z_loss_as_weighted(weighted:
     assert result.nats.item() / result.combination.tokens == pytest.approx(
         terms["nats"].item(), rel=2e-6
     )
-    experts = result.routing.experts
-    assert experts is not None
+    experts = result.routing.experts["ffn"]
     assert experts.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
     assert experts.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
 
