@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from cdrmix.config.model_parts import ModConfig
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.initialize import normal_
 from cdrmix.models.mixer import Gathered
-from cdrmix.planning.depth import DEPTH_STATISTICS
+from cdrmix.planning.depth import DEPTH_STATISTICS, num_chosen
 
 # Of the predictor's initial share, whose logit must be finite.
 _MOST_CERTAIN = 0.99
@@ -47,12 +46,6 @@ class Decision(NamedTuple):
     is_chosen: Tensor  # [B, T]
     weights: Tensor  # of what the block adds to a token, [B, T], float32
     statistics: Tensor  # `DEPTH_STATISTICS`, [S], float32
-
-
-def num_chosen(capacity: float, length: int) -> int:
-    """Number of tokens of a row of `length` that a routed block takes: ceil(capacity * T)."""
-    # in exact arithmetic: 0.07 * 100 is above 7 in binary floats
-    return math.ceil(Fraction(str(capacity)) * length)
 
 
 class DepthRouter(nn.Module):

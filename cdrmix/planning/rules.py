@@ -15,6 +15,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.depth_rules import DEPTH_RULES
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
@@ -284,6 +285,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *WHOLE_MODELS,
     *BLOCK_RULES,
+    *DEPTH_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,

@@ -44,6 +44,7 @@ class Case:
     layers: int = 4
     moe: bool = True
     mixed: bool = False  # layers listed, experts in every other one, SwiGLU
+    capacity: float | None = None  # of Mixture of Depths with predictors, in all blocks but one
     kv_heads: int | None = None
     checkpointing: bool = False
     span: int | None = None
@@ -81,6 +82,11 @@ CASES = (
     Case("MoE in some layers, SwiGLU", mixed=True, kv_heads=2),
     Case("MoE in some layers, SwiGLU, 2 tensor ranks, checkpointing", mixed=True, world=2, tensor=2,
          checkpointing=True),
+    Case("MoE, routed blocks", capacity=0.75, micro_batch=2),
+    Case("dense, routed blocks, checkpointing", moe=False, hidden=256, capacity=0.5,
+         checkpointing=True),
+    Case("MoE, bf16, routed blocks, 2 tensor ranks", precision="bf16", capacity=0.75, world=2,
+         tensor=2),
     Case("MoE, bf16, ZeRO-1", precision="bf16"),
     Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
     Case("MoE, 2 ranks, ZeRO-1", world=2),
@@ -171,6 +177,7 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
+                "mod": case.capacity and {"capacity": case.capacity, "mode": "topk"},
                 **listed,
                 **({"mixers": case.mixers} if case.mixers else {}),
                 "mtp": case.mtp and _further_tokens(case.mtp),

@@ -52,6 +52,8 @@ class Setting:
     device: Literal["cuda", "cpu"]
     wkv: WKVForm  # implementation of the WKV-7 op
     segments_documents: bool  # True if documents in a sample are kept apart
+    # True of tokens that are some of their sample, each row others; `sequence_length` counts them
+    is_gathered: bool = False
 
 
 class BlockType(ABC):

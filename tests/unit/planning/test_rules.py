@@ -17,6 +17,7 @@ from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_divisors
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+REASON_TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
 LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 SPANS = (
@@ -43,6 +44,11 @@ def layout(
         settings["pipeline"] = pipeline_section
     world = given.world_size if world_size is None else world_size
     return Combination(load_config(TINY, overrides), given, settings, "profile.json", world, device)
+
+
+def reasoning(*overrides: str) -> Combination:
+    """The same of the tiny reasoning config."""
+    return replace(layout(), config=load_config(REASON_TINY, overrides))
 
 
 _FOLDERS = TemporaryDirectory(prefix="cdrmix-rules-")
@@ -182,6 +188,17 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "hf-in-spans",
         hf(layout(*SPANS)),
         layout(*SPANS),
+    ),
+    (
+        "mod-with-sequence-unavailable",
+        layout("model.mod.capacity=0.5", data=2, sequence=2),
+        layout("model.mod.capacity=0.5", data=2, tensor=2),
+    ),
+    ("mod-in-spans-unavailable", layout("model.mod.capacity=0.5", *SPANS), layout(*SPANS)),
+    (
+        "mod-in-stage-b-unavailable",
+        reasoning("model.mod.capacity=0.5"),
+        reasoning("model.mod.capacity=0.5", "training.stage=a"),
     ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (
