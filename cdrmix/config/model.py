@@ -64,6 +64,15 @@ _RWKX_KEYS = (
 _MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
 
 
+def _check_top_k(sizes: MoEConfig | RoutingMambaConfig) -> None:
+    """Raises ValueError if a token would be sent to more experts than there are."""
+    if sizes.top_k > sizes.num_experts:
+        raise ValueError(
+            f"top_k = {sizes.top_k} is more than num_experts = {sizes.num_experts}; "
+            "a token goes to distinct experts"
+        )
+
+
 class MoEConfig(Section):
     """Mixture-of-experts feed-forward: experts of model.ffn_activation, top-k routed."""
 
@@ -105,11 +114,7 @@ class MoEConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> MoEConfig:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
-                "a token goes to distinct experts"
-            )
+        _check_top_k(self)
         return self
 
 
@@ -170,11 +175,7 @@ class RoutingMambaConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> RoutingMambaConfig:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
-                "a token goes to distinct experts"
-            )
+        _check_top_k(self)
         return self
 
 
