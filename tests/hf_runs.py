@@ -174,7 +174,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[t
         for name, values in rows.items():
             by_reader = values.view(-1, runtime.world_size(), started.plan.micro_batch_size, LENGTH)
             batch[name] = by_reader[:, topology.sample_rank]
-        result = train_step(engine, config, topology, batch, step=step, tokens=valid)
+        result = train_step(engine, config, topology, batch, step=step, weights=[valid])
         loss = float(runtime.all_reduce_sum(result.nats.double())) / valid
         found.append((loss, float(engine.get_global_grad_norm())))
     return found

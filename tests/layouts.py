@@ -237,7 +237,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
         batch = own_tokens(batch, topology)
         counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
         tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
+        result = train_step(engine, started.config, topology, batch, step=step, weights=[tokens])
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
@@ -282,10 +282,19 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
+    from cdrmix.engines import routing
     from cdrmix.models import attention, mamba
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import apply, exchange, pipeline, sequence, tensor, zero3
+    from cdrmix.parallel import (
+        apply,
+        exchange,
+        pipeline,
+        sequence,
+        tensor,
+        thresholds,
+        zero3,
+    )
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         """Change what a stage makes of the part-th tensor that crossed the border before it."""
@@ -340,6 +349,15 @@ def plant(broken: str) -> None:
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
         "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
+        "local fractions": lambda: setattr(
+            thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
+        ),
+        "predictor loss is a sum": lambda: setattr(
+            routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
+        ),
+        "every token is counted as routed": lambda: setattr(
+            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
+        ),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

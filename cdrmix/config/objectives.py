@@ -6,15 +6,19 @@ from pydantic import Field, model_validator
 
 from cdrmix.config.model import Section
 
+# Of documents of the data, in the order in which they are told; each is a key below.
+OF_TOKENS = ("text", "fim", "prompt", "thought", "answer")
+
 
 class ObjectivesConfig(Section):
-    """Weights of the parts of Stage A's loss. Each part is a mean over its own tokens of the global
-    batch, so that a weight means the same whatever share of the batch has such tokens."""
+    """Weights of the parts of Stage A's loss; Stage B has its own, stage_b.losses. Each part is a
+    mean over its own tokens of the global batch, so that a weight means the same whatever share of
+    the batch has such tokens; a part without tokens in a step is left out of it."""
 
     text: float = Field(1.0, ge=0)
-    """Next token of documents that are neither rearranged nor a chain of thought (ratio)."""
+    """Next token in documents that are neither rearranged nor a chain of thought (ratio)."""
     fim: float = Field(1.0, ge=0)
-    """Next token of documents rearranged for infilling, all of their parts (ratio)."""
+    """Next token in documents rearranged for infilling, all of their parts (ratio)."""
     prompt: float = Field(0.0, ge=0, description="Question of a chain of thought (ratio).")
     thought: float = Field(1.0, ge=0)
     """Chain of thought without question and answer (ratio)."""
@@ -29,7 +33,8 @@ class ObjectivesConfig(Section):
     late_mtp_step: int | None = Field(None, ge=1)
     """First step with late_mtp (optimizer steps)."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the mean squared logarithm of the softmax's denominator (ratio)."""
+    """Weight of the mean squared logarithm of the softmax's denominator, over tokens by their
+    weights above (ratio), such as 1e-4; 0: none."""
 
     @model_validator(mode="after")
     def _something_is_learned(self) -> ObjectivesConfig:
@@ -38,10 +43,24 @@ class ObjectivesConfig(Section):
                 raise ValueError(f"{name} has a weight below 0. Give 0 or more")
         if (self.late_mtp is None) != (self.late_mtp_step is None):
             raise ValueError("late_mtp and late_mtp_step belong together. Give both, or neither")
-        of_tokens = (self.text, self.fim, self.prompt, self.thought, self.answer)
-        if not sum(of_tokens):
+        if not any(getattr(self, name) for name in OF_TOKENS):
             raise ValueError(
                 "text, fim, prompt, thought and answer are all 0: no next token is learned. Give "
                 "one of them a weight"
             )
         return self
+
+    def chosen(self) -> dict[str, float]:
+        """Weights of tokens above 0 that were given, and not left at their defaults.
+
+        Where all are given, as in the copy of a configuration, those that are no defaults.
+        """
+        fields = type(self).model_fields
+        is_copy = self.model_fields_set >= fields.keys()
+        weights = {name: float(getattr(self, name)) for name in OF_TOKENS}
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if weight and name in self.model_fields_set
+            if not is_copy or weight != fields[name].default
+        }

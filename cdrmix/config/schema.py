@@ -86,7 +86,8 @@ class DataConfig(Section):
     """Shares of the domains; null: those of the recipe that built the folder, or, if it has none,
     all samples of the split once per epoch."""
     token_weights: TokenWeights | None = None
-    """Weights of tokens in the training loss; null: all alike."""
+    """Weights of tokens in the training loss, one mean over all; null: all alike. Not together with
+    objectives, whose parts are means of their own."""
     segment_documents: bool = False
     """Separate the documents of a sample: neither attention nor recurrent state crosses from one to
     the next, and the first token of a document is not predicted."""
@@ -387,7 +388,8 @@ class Config(Section):
     training: TrainingConfig
     data: DataConfig
     objectives: ObjectivesConfig | None = None
-    """Weights of the parts of the loss; null: one mean over all tokens."""
+    """Weights of the parts of Stage A's loss; null: one mean over all tokens, or by
+    data.token_weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -415,6 +417,15 @@ class Config(Section):
         raise ValueError(
             "cpt is for a model that was trained before: give training.start_from, a run directory "
             "or an export, or cpt=null"
+        )
+
+    @model_validator(mode="after")
+    def _tokens_are_weighed_once(self) -> Config:
+        if self.objectives is None or self.data.token_weights is None:
+            return self
+        raise ValueError(
+            "objectives and data.token_weights both weigh tokens, the first in means of their own, "
+            "the second in one mean over all. Try data.token_weights=null"
         )
 
     @model_validator(mode="after")

@@ -129,7 +129,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         skipped = run.engine.skipped_steps
         lowers_scale = may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
-        result = stage.train_step(run, batch, weight=agreement.tokens)
+        result = stage.train_step(run, batch, weights=agreement.weights)
         run.step += 1
         run.heartbeat.step_done(run.step)
         if run.start_up.step_done():
@@ -225,7 +225,8 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
 class Agreement(NamedTuple):
     """Facts that all ranks know alike before a step."""
 
-    tokens: float  # weight of the global batch: valid tokens in Stage A, lessons in Stage B
+    # of the global batch: valid tokens, or those of each kind, in Stage A, lessons in Stage B
+    weights: tuple[float, ...]
     stop: bool  # a rank received a signal to stop
     save: bool  # a rank received a signal to save, or rank 0's clock says that one is due
     unread: bool  # a rank could not read its share of the batch
@@ -233,7 +234,7 @@ class Agreement(NamedTuple):
 
 
 def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
-    """Exchange in one collective: the weight of the global batch, requests of signals, the loss of
+    """Exchange in one collective: the weights of the global batch, requests of signals, the loss of
     the step before, and each rank's progress with the checkpoint written in the background.
 
     `batch` is this rank's share of the coming step, None where it could not be read.
@@ -245,15 +246,17 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     minutes = run.config.checkpoint.every_minutes
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
-    weight = run.stage.weight(run, batch) if batch is not None else 0.0
+    num_weights = run.stage.num_weights
+    weights = [0.0] * num_weights if batch is None else run.stage.weights(run, batch)
+    assert len(weights) == num_weights, "alike on all ranks"
     own_loss, loss_weight = run.unjudged or (0.0, 0.0)
     requests = [stop, save, batch is None]
     # float64 counts tokens exactly up to 9e15.
-    votes = [weight, float(own_loss), *requests, *run.saver.votes()]
+    votes = [*weights, float(own_loss), *requests, *run.saver.votes()]
     sums = torch.tensor(votes, dtype=torch.float64).to(runtime.device())
-    tokens, loss, *counts = runtime.all_reduce_sum(sums).tolist()
+    totals = runtime.all_reduce_sum(sums).tolist()
+    loss, *counts = totals[num_weights:]
     run.saver.advance(counts[len(requests) :])
     stop, save, unread = (count > 0 for count in counts[: len(requests)])
-    # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.
     last_loss = loss / loss_weight if run.unjudged else None
-    return Agreement(tokens or 1.0, stop, save, unread, last_loss)
+    return Agreement(tuple(totals[:num_weights]), stop, save, unread, last_loss)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,14 +22,23 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import HeldOutLoss
-from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
 from cdrmix.config.schema import Config
+from cdrmix.data.document import fim_ids
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines.combination import Batch, Combination, own_weights, weight_names
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.routing import (
+    Routing,
+    add_router_losses,
+    of_step,
+    router_parts,
+    routing_metrics,
+    routing_sums,
+)
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -37,35 +46,25 @@ from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
-from cdrmix.objectives.language_model import sum_weights
-from cdrmix.objectives.router import router_losses, router_monitors, routers_in, rows_of
+from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
-from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import Topology, own_tokens
-from cdrmix.parallel.zero3 import next_token_nats
-from cdrmix.planning.blocks.routers import RouterPart
+from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
-
-# Tensors of one micro-batch, [B, T], by the names that `Loader` gives them.
-Batch = dict[str, Tensor]
-
-
-class RouterMeasures(NamedTuple):
-    """Router statistics per token and router losses, detached and over all data ranks."""
-
-    per_token: Tensor  # [R, S] as in `planning.blocks.routers`
-    load_balance: Tensor  # of each of `_router_parts`
-    z: Tensor  # of each of them
 
 
 class MicroStep(NamedTuple):
     """Result of the forward pass of one micro-batch."""
 
     loss: Tensor  # to run backward from, scalar
-    nats: Tensor  # summed cross-entropy of this rank's tokens, weighted, scalar, detached
-    router: RouterMeasures | None  # None for a dense model
+    # Summed cross-entropy of this rank's tokens, scalar, detached: weighted as `data.token_weights`
+    # say, or with `objectives` not at all.
+    nats: Tensor
+    parts: Tensor  # `HeadLoss.nats` and `HeadLoss.squares`, one after the other, detached
+    routing: Routing
 
 
 def micro_step(
@@ -77,7 +76,7 @@ def micro_step(
     *,
     nats_scale: float,
     segment_ids: Tensor | None = None,
-    weights: Tensor | None = None,
+    weights: LabelWeights = ALL_ALIKE,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
@@ -96,45 +95,28 @@ def loss(
     topology: Topology,
     *,
     nats_scale: float,
-    weights: Tensor | None = None,
+    weights: LabelWeights = ALL_ALIKE,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
     Args:
         labels: [B, T]; -100 is ignored.
-        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch,
-            or their weight. DeepSpeed divides by A and averages over W, which leaves the mean over
-            all tokens.
-        weights: of the labels, [B, T], float32; None: 1.
+        nats_scale: factor on the summed loss of the labels: W * A / valid tokens of the global
+            batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
+            mean over all tokens.
+        weights: of the labels, [B, T].
         output, embedding, config, topology: of this rank.
     """
-    nats = next_token_nats(embedding, output.hidden, labels, weights)
-    loss = nats * nats_scale
-    statistics = output.router_statistics
-    router = None
-    if statistics is not None:
-        # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
-        per_token = mean_over_ranks(statistics, topology) / labels.numel()
-        found = []
-        for part, sizes in _router_parts(config.model).items():
-            rows = rows_of(per_token, config.model, part)
-            of_part = router_losses(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
-            loss = loss + sizes.load_balance_weight * of_part.load_balance
-            loss = loss + sizes.z_loss_weight * of_part.z
-            found.append(of_part)
-        losses = (torch.stack(each).detach() for each in zip(*found, strict=True))
-        router = RouterMeasures(per_token.detach(), *losses)
+    head = next_token_losses(embedding, output.hidden, labels, weights)
+    loss = head.loss * nats_scale
+    num_tokens = labels.numel()
+    loss, routing = add_router_losses(loss, output, config.model, topology, num_tokens=num_tokens)
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router)
-
-
-def _router_parts(model: ModelConfig) -> dict[RouterPart, MoEConfig | RoutingMambaConfig]:
-    """Halves of the blocks that have routers, with the sizes and loss weights of these."""
-    parts: tuple[RouterPart, ...] = ("ffn", "mixer")
-    found = {part: routers_in(model, part) for part in parts}
-    return {part: sizes for part, sizes in found.items() if sizes is not None}
+    nats = head.loss.detach() if weights.sums is None else head.nats.sum()
+    parts = torch.cat([head.nats, head.squares])
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, routing)
 
 
 class StepResult(NamedTuple):
@@ -142,56 +124,79 @@ class StepResult(NamedTuple):
 
     # Summed cross-entropy of all micro-steps, scalar; zero where another rank counts these tokens.
     nats: Tensor
-    tokens: float  # valid tokens of the global batch, or their weight
-    # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
-    router: RouterMeasures | None
+    parts: Tensor  # as of `MicroStep`, of all micro-steps; zeros likewise
+    combination: Combination
+    routing: Routing  # of all micro-steps; nothing before the last pipeline stage
     seconds: float  # wall time, without the waits for data and for other ranks before it
 
 
 def train_step(
-    engine: Any, config: Config, topology: Topology, batch: Batch, *, step: int, tokens: float
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    batch: Batch,
+    *,
+    step: int,
+    weights: Sequence[float],
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
     Args:
         engine, config, topology: of this rank; the engine is DeepSpeed's around the backbone.
-        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
-            `weights` of the labels if they differ.
+        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart,
+            `weights` of the labels if they differ, and their `kinds` under `objectives`.
         step: steps completed before this one.
-        tokens: valid tokens of the global batch, all ranks, or their weight.
+        weights: of the global batch, all ranks, by `weight_names`.
     """
     began = time.perf_counter()
     # A function of the step alone, and no scheduler with a state to save and restore.
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step, config.training)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
+    combination = Combination(config, weights)
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
     if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, nats_scale)
+        parts = _pass_through_stages(engine, config, topology, micro_batches, combination)
     else:
         for inputs in micro_batches:
-            part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+            part = micro_step(
+                *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
+                nats_scale=_nats_scale(combination, topology, micro_batches),
+                segment_ids=inputs.get("segment_ids"),
+                weights=combination.label_weights(inputs),
+            )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
+    move_thresholds(engine.module, config, topology, step=step)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
-    routers = [part.router for part in parts if part.router]
-    means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
+    num_sums = 2 * combination.num_sums
+    sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
-        tokens=tokens,
-        router=RouterMeasures(*means) if routers else None,
+        parts=sums.to(engine.device) * float(topology.counts_tokens),
+        combination=combination,
+        routing=of_step([part.routing for part in parts]),
         seconds=time.perf_counter() - began,
     )
 
 
+def _nats_scale(
+    combination: Combination, topology: Topology, micro_batches: Sequence[Batch]
+) -> float:
+    return combination.nats_scale(topology.degrees.data * len(micro_batches))
+
+
 def _pass_through_stages(
-    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    micro_batches: list[Batch],
+    combination: Combination,
 ) -> list[MicroStep]:
     """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
@@ -203,8 +208,8 @@ def _pass_through_stages(
         embedding = pipeline.stage.embedding
         part = loss(
             *(output, embedding, inputs["labels"], config, topology),
-            nats_scale=nats_scale,
-            weights=inputs.get("weights"),
+            nats_scale=_nats_scale(combination, topology, micro_batches),
+            weights=combination.label_weights(inputs),
         )
         parts.append(part)
         return part.loss
@@ -215,35 +220,6 @@ def _pass_through_stages(
     engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
     pipeline.align_embeddings()
     return parts
-
-
-# By the half of a block: of experts in feed-forwards, and of Routing Mamba, which has no capacity.
-_ROUTER_METRICS: dict[RouterPart, tuple[str, ...]] = {
-    "ffn": (
-        "moe/overflow_fraction",
-        "moe/routing_entropy_bits",
-        "moe/load_balance_loss",
-        "moe/z_loss",
-    ),
-    "mixer": (
-        "routing_mamba/routing_entropy_bits",
-        "routing_mamba/load_balance_loss",
-        "routing_mamba/z_loss",
-    ),
-}
-
-
-def _routing(model: ModelConfig, measures: RouterMeasures) -> list[float]:
-    """Values of `_ROUTER_METRICS`, of the parts that a model has."""
-    values = []
-    losses = zip(measures.load_balance.tolist(), measures.z.tolist(), strict=True)
-    for (part, sizes), of_part in zip(_router_parts(model).items(), losses, strict=True):
-        rows = rows_of(measures.per_token.cpu(), model, part)
-        monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
-        if part == "ffn":
-            values.append(float(monitors.overflow_fraction.mean()))
-        values += [float(monitors.entropy_bits.mean()), *of_part]
-    return values
 
 
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
@@ -275,6 +251,8 @@ class Pretraining(Stage[Batch, StepResult]):
         self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
         self.forgetting: Forgetting | None = None
         data = config.data
+        # Kinds of tokens are told apart for objectives alone.
+        self.fim_ids = fim_ids(corpus.tokenizer) if config.objectives is not None else None
         if config.cpt is not None and old is not None:
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
@@ -294,25 +272,29 @@ class Pretraining(Stage[Batch, StepResult]):
             window_samples=data.window_samples if data.order == "windowed" else None,
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
+            fim_ids=self.fim_ids,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
+        self.num_weights = len(weight_names(config))
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
         return own_tokens(self.loader.next(), run.topology)
 
-    def weight(self, run: Run, batch: Batch) -> float:
-        """Valid tokens of this rank's share, or their weight."""
+    def weights(self, run: Run, batch: Batch) -> list[float]:
+        """Valid tokens of this rank's share, or their weight, or tokens of each kind."""
         # Ranks of one tensor group or pipeline see the same tokens, and one of them counts.
         if not run.topology.counts_tokens:
-            return 0.0
-        return float(sum_weights(batch["labels"], batch.get("weights")))
+            return [0.0] * self.num_weights
+        return own_weights(batch, run.config)
 
-    def train_step(self, run: Run, batch: Batch, *, weight: float) -> StepResult:
+    def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
         """Take one optimizer step."""
-        return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+        return train_step(
+            *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
+        )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -332,6 +314,10 @@ class Pretraining(Stage[Batch, StepResult]):
             **{
                 member_name("eval/domain/*/loss", each.domain): each.loss
                 for each in evaluation.domains
+            },
+            **{
+                member_name("eval/objective/*/loss", each.objective): each.loss
+                for each in evaluation.objectives
             },
         }
 
@@ -358,6 +344,7 @@ class Pretraining(Stage[Batch, StepResult]):
             max_tokens=max_tokens,
             batch_size=run.plan.micro_batch_size,
             segment_documents=run.config.data.segment_documents,
+            fim_ids=self.fim_ids,
             topology=run.topology,
         )
 
@@ -403,26 +390,26 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""
-        return result.nats, result.tokens
+        return result.nats, result.combination.tokens
 
     def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
         training = run.config.training
-        topology = run.topology
-        names = [n for part in _router_parts(run.config.model) for n in _ROUTER_METRICS[part]]
+        routing = routing_sums(run.config.model, result.routing, run.topology)
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        sums = torch.zeros(1 + len(names), dtype=torch.float64)
-        sums[0] = result.nats
-        # One rank speaks for its pipeline stage: router statistics are means over data ranks.
-        if result.router and topology.counts_tokens and topology.data_rank == 0:
-            sums[1:] = torch.tensor(_routing(run.config.model, result.router), dtype=sums.dtype)
-        nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+        own = [result.nats.reshape(1).double().cpu(), result.parts.double().cpu(), routing]
+        totals = runtime.all_reduce_sum(torch.cat(own).to(runtime.device())).tolist()
+        nats = totals[0]
+        end = 1 + len(own[1])
+        parts = totals[1:end]
+        half = len(parts) // 2
         metrics = {
-            "loss": nats / result.tokens,
+            "loss": nats / result.combination.tokens,
+            **result.combination.metrics(parts[:half], parts[half:]),
             "learning_rate": learning_rate(run.step - 1, training),
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
-            **dict(zip(names, means, strict=True)),
+            **routing_metrics(run.config.model, training.sequence_length, totals[end:]),
             **self._samples_by_domain(run),
         }
         if training.precision == "fp16":
@@ -445,7 +432,7 @@ class Pretraining(Stage[Batch, StepResult]):
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
         verdicts = [run.health.loss_known(run.step, metrics["loss"])]
-        if _router_parts(run.config.model):
+        if router_parts(run.config.model):
             verdicts.append(
                 run.health.routing_known(
                     run.step,

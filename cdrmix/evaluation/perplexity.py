@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,23 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
-from cdrmix.data.loader import split_documents
+from cdrmix.data.document import KINDS
+from cdrmix.data.loader import label_kinds, split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
-from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
-from cdrmix.objectives.router import router_monitors, routers_in, rows_of
+from cdrmix.objectives.depth import depth_monitors
+from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
+from cdrmix.objectives.router import router_monitors, routers_in, rows_of, tokens_routed
 from cdrmix.parallel.topology import ALONE, Topology
-from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
 from cdrmix.planning.blocks.routers import RouterPart, num_statistics, router_places
+from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
 # One vector for all sums of a batch, so that a single all-reduce adds them: nats, predicted tokens
-# and tokens read come first; then, where there are several domains, the nats of each and the
-# predicted tokens of each; then the router statistics.
+# and tokens read come first; then, where there are several domains, or kinds of tokens are told
+# apart, the nats of each of them and the predicted tokens of each; then the router statistics.
 _NUM_WHOLE_SUMS = 3
 
 
@@ -52,12 +55,36 @@ class LayerRouting:
 
 
 @dataclass(frozen=True)
+class BlockDepth:
+    """Tokens that a routed block of Mixture of Depths took of the held-out ones.
+
+    Attributes:
+        layer: of the model, from 0 at the input.
+        fraction: share of the tokens.
+        position_correlation: of being taken with the place in the row.
+    """
+
+    layer: int
+    fraction: float
+    position_correlation: float
+
+
+@dataclass(frozen=True)
 class DomainLoss:
     """Loss over the predicted tokens of one domain (nats per token), and their number."""
 
     domain: str
     loss: float
     perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ObjectiveLoss:
+    """Loss over the predicted tokens of one objective (nats per token), and their number."""
+
+    objective: str  # or `fim_middle`, the part of `fim` that is filled in
+    loss: float
     tokens: int
 
 
@@ -70,9 +97,12 @@ class Evaluation:
         bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
         tokens: predicted tokens.
         layers: routing per MoE layer; empty for a dense model.
+        depth: of each routed block; empty without Mixture of Depths.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
         mixers: routing per Routing Mamba mixer; empty without any.
+        objectives: loss of each objective of which a token was predicted; empty if they were not
+            asked for, or all is text.
     """
 
     loss: float
@@ -81,13 +111,15 @@ class Evaluation:
     tokens: int
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
+    objectives: list[ObjectiveLoss] = field(default_factory=list)
+    depth: list[BlockDepth] = field(default_factory=list)
     mixers: list[LayerRouting] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as in metrics.json; `domains` only where there are several, `mixers`
-        where some have experts."""
+        """Returns the fields as in metrics.json; `domains` and `objectives` only where there are
+        several, `depth` with Mixture of Depths, `mixers` where some have experts."""
         fields = asdict(self)
-        for name in ("domains", "mixers"):
+        for name in ("domains", "objectives", "depth", "mixers"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -107,6 +139,10 @@ class Evaluation:
                 f"{each.domain:{width}}  {each.loss:8.4f}  {each.perplexity:12.2f}"
                 f"  {each.tokens:14,}"
             )
+        if self.objectives:
+            lines += ["", f"{'objective':10}  {'loss':>8}  {'tokens':>14}"]
+        for part in self.objectives:
+            lines.append(f"{part.objective:10}  {part.loss:8.4f}  {part.tokens:14,}")
         for kind, routed in (("layer", self.layers), ("mixer", self.mixers)):
             if routed:
                 lines += ["", f"{kind}  entropy bits  overflow  use of each expert"]
@@ -116,6 +152,12 @@ class Evaluation:
                     f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
                     f"  {routing.overflow_fraction:8.2%}  {shares}"
                 )
+        if self.depth:
+            lines += ["", "block  tokens taken  correlation with place"]
+        for block in self.depth:
+            lines.append(
+                f"{block.layer:5}  {block.fraction:12.1%}  {block.position_correlation:22.3f}"
+            )
         return "\n".join(lines)
 
 
@@ -136,6 +178,7 @@ def evaluate(
     max_tokens: int,
     batch_size: int,
     segment_documents: bool = False,
+    fim_ids: tuple[int, ...] | None = None,
     topology: Topology = ALONE,
 ) -> Evaluation:
     """Measures the loss over held-out samples, spread over the data ranks.
@@ -148,6 +191,7 @@ def evaluate(
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
         segment_documents: keep the documents of a sample apart, as in training.
+        fim_ids: tell the loss of each objective too, as `Loader` tells kinds; None: do not.
         topology: of this rank; sequence ranks read whole samples of their own.
     Returns:
         The same result on every rank, by domain too where the split has several.
@@ -161,38 +205,64 @@ def evaluate(
     batches = np.array_split(samples, -(-len(samples) // batch_size))
     num_ranks = topology.degrees.data
     boundary_id = dataset.manifest.eos_id if segment_documents else None
-    num_domains = len(dataset.domains)
-    # Of one domain, the sums of the whole are its own.
-    num_sums = _NUM_WHOLE_SUMS + (2 * num_domains if num_domains > 1 else 0)
+    groups = _groups(dataset, fim_ids)
+    num_sums = _NUM_WHOLE_SUMS + 2 * sum(groups)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
     routing = totals.new_zeros(model.num_routers * num_statistics(model.config))
-    totals = torch.cat([totals, routing])
+    num_routed = len(model.config.routed_layers())
+    depth = totals.new_zeros(num_routed * len(DEPTH_STATISTICS))
+    totals = torch.cat([totals, routing, depth])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
         place = turn * num_ranks + topology.data_rank
         is_counted = place < len(batches)
         batch = batches[place if is_counted else 0]
-        rows = runtime.together(partial(dataset.rows, batch))
-        domains = None
-        if num_domains > 1:
-            domains = F.one_hot(torch.from_numpy(dataset.label_domains(batch)), num_domains)
-        sums = _batch_sums(model, rows, boundary_id, domains, has_head=topology.is_last_stage)
+        rows, parts = runtime.together(partial(_read, dataset, batch, groups, fim_ids))
+        sums = _batch_sums(model, rows, boundary_id, parts, has_head=topology.is_last_stage)
         if sums is not None:
             sums *= float(is_counted)
             # Tensor ranks hold the same tokens, but each has counted its share of the routing.
             sums[:num_sums] *= float(topology.counts_tokens)
             totals += sums
     model.train(was_training)
-    return _summarise(model.config, dataset, runtime.all_reduce_sum(totals))
+    return _summarise(model.config, dataset, groups, runtime.all_reduce_sum(totals))
+
+
+class _Groups(NamedTuple):
+    """Numbers of domains and of kinds whose sums are taken apart; 0 where they are not."""
+
+    domains: int
+    kinds: int
+
+
+def _groups(dataset: TokenDataset, fim_ids: tuple[int, ...] | None) -> _Groups:
+    num_domains = len(dataset.domains)
+    # Of one domain, the sums of the whole are its own.
+    return _Groups(num_domains if num_domains > 1 else 0, 0 if fim_ids is None else len(KINDS))
+
+
+def _read(
+    dataset: TokenDataset, batch: np.ndarray, groups: _Groups, fim_ids: tuple[int, ...] | None
+) -> tuple[np.ndarray, list[Tensor]]:
+    """Rows of samples, [n, T+1], and of each group the member of each label, one-hot [n, T, G]."""
+    rows = dataset.rows(batch)
+    parts = []
+    if groups.domains:
+        domains = torch.from_numpy(dataset.label_domains(batch))
+        parts.append(F.one_hot(domains, groups.domains))
+    if fim_ids is not None:
+        kinds = label_kinds(rows, dataset.roles(batch), dataset.manifest.eos_id, fim_ids)
+        parts.append(F.one_hot(torch.from_numpy(kinds).long(), groups.kinds))
+    return rows, parts
 
 
 def _batch_sums(
     model: LanguageModel,
     rows: np.ndarray,
     boundary_id: int | None,
-    domains: Tensor | None,
+    parts: list[Tensor],
     *,
     has_head: bool,
 ) -> Tensor | None:
@@ -200,7 +270,7 @@ def _batch_sums(
 
     Args:
         boundary_id: token that ends a document, to keep documents apart; None: one context.
-        domains: of each predicted token, one-hot, [n, T, G]; None: not counted apart.
+        parts: as of `_read`.
         has_head: this rank has the last pipeline stage; other stages return None.
     """
     targets = rows[:, 1:]
@@ -214,40 +284,50 @@ def _batch_sums(
         return None
     counts = [int(sum_weights(labels)), labels.numel()]
     # Also for a batch that does not count: all data ranks together may gather the head.
-    if domains is None:
+    if not parts:
         nats = next_token_nats(model.embedding, output.hidden, labels)
         sums = [nats.reshape(1), nats.new_tensor(counts)]
     else:
-        domains = domains.to(model.device)
-        nats = next_token_nats(model.embedding, output.hidden, labels, domains.float()).double()
-        valid = (domains * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
+        members = torch.cat(parts, dim=-1).to(model.device)
+        weights = LabelWeights(sums=members.float())
+        nats = next_token_losses(model.embedding, output.hidden, labels, weights).nats.double()
+        valid = (members * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
         # The whole is the sum of its parts to the last bits, which a sum in float32 is not.
-        sums = [nats.sum().reshape(1), nats.new_tensor(counts), nats, valid]
+        whole = nats[: parts[0].shape[-1]].sum()
+        sums = [whole.reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
+    if output.depth_statistics is not None:
+        sums.append(output.depth_statistics.reshape(-1))
     return torch.cat([values.double() for values in sums])
 
 
-def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Evaluation:
+def _summarise(
+    config: ModelConfig, dataset: TokenDataset, groups: _Groups, totals: Tensor
+) -> Evaluation:
     tokens = int(totals[1])
     loss = float(totals[0]) / tokens
-    parts = totals[_NUM_WHOLE_SUMS:]
+    num_parts = sum(groups)
+    nats, counts, parts = totals[_NUM_WHOLE_SUMS:].tensor_split((num_parts, 2 * num_parts))
+    known = list(zip(nats.tolist(), counts.tolist(), strict=True))
     domains = []
-    if (num_domains := len(dataset.domains)) > 1:
-        nats, counts, parts = parts.tensor_split((num_domains, 2 * num_domains))
-        for domain, of_domain, count in zip(
-            dataset.domains, nats.tolist(), counts.tolist(), strict=True
-        ):
-            if count:
-                each = of_domain / count
-                domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+    for domain, (of_domain, count) in zip(dataset.domains, known[: groups.domains], strict=False):
+        if count:
+            each = of_domain / count
+            domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+    depth = []
+    if routed := config.routed_layers():
+        parts, statistics = parts.tensor_split([len(parts) - len(routed) * len(DEPTH_STATISTICS)])
+        found = depth_monitors(statistics.view(len(routed), -1))
+        shares, correlations = found.fraction.tolist(), found.position_correlation.tolist()
+        depth = [BlockDepth(*each) for each in zip(routed, shares, correlations, strict=True)]
     layers = []
     mixers = []
-    per_token = (parts / totals[2]).view(-1, num_statistics(config)).cpu()
-    if len(per_token) and routers_in(config, "ffn") is not None:
-        layers = _layer_routing(per_token, config, "ffn")
+    sums = parts.view(-1, num_statistics(config))
+    if len(sums) and routers_in(config, "ffn") is not None:
+        layers = _layer_routing(sums, config, "ffn", num_tokens=totals[2])
     if routers_in(config, "mixer") is not None:
-        mixers = _layer_routing(per_token, config, "mixer")
+        mixers = _layer_routing(sums, config, "mixer", num_tokens=totals[2])
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -255,16 +335,38 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
         tokens=tokens,
         layers=layers,
         domains=domains,
+        objectives=_objectives(known[groups.domains :]),
+        depth=depth,
         mixers=mixers,
     )
 
 
-def _layer_routing(per_token: Tensor, config: ModelConfig, part: RouterPart) -> list[LayerRouting]:
+def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
+    """Losses of objectives from nats and tokens of each of `KINDS`; none where all is text."""
+    of_kinds = dict(zip(KINDS, sums, strict=False))
+    if not any(count for kind, (_, count) in of_kinds.items() if kind != "text"):
+        return []
+    middles = of_kinds["fim_middle"]
+    of_kinds["fim"] = (of_kinds["fim"][0] + middles[0], of_kinds["fim"][1] + middles[1])
+    return [
+        ObjectiveLoss(kind, nats / count, int(count))
+        for kind, (nats, count) in of_kinds.items()
+        if count
+    ]
+
+
+def _layer_routing(
+    sums: Tensor, config: ModelConfig, part: RouterPart, *, num_tokens: Tensor
+) -> list[LayerRouting]:
     """Routing of each layer that has a router in one half of its block."""
     sizes = routers_in(config, part)
     assert sizes is not None, "the model has such routers"
-    rows = rows_of(per_token, config, part)
-    monitors = router_monitors(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    rows = rows_of(sums, config, part)
+    read = num_tokens
+    if config.mod is not None:  # over the tokens that reach the router of a layer
+        read = tokens_routed(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    per_token = (rows / read).cpu()
+    monitors = router_monitors(per_token, num_experts=sizes.num_experts, top_k=sizes.top_k)
     columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
     values = list(zip(*(column.tolist() for column in columns), strict=True))
     layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered

@@ -23,6 +23,7 @@ from cdrmix.checkpoint.trained_run import (
 )
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config, DataConfig
+from cdrmix.data.document import fim_ids
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
@@ -190,4 +191,5 @@ def evaluate_run(
         max_tokens=max_tokens,
         batch_size=8,
         segment_documents=run.config.data.segment_documents,
+        fim_ids=fim_ids(run.tokenizer) if run.config.objectives is not None else None,
     )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.initialize import normal_
+from cdrmix.models.mixture_of_depths import make_block
 from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.planning.blocks.routers import router_places
 
@@ -26,6 +27,8 @@ class Output(NamedTuple):
     router_statistics: Tensor | None  # [R, S] as in `planning.blocks.routers`; None: no routers
     # for going on after token T; None unless asked for
     state: Any  # of each block, `list[BlockState]`; the cache of a Hugging Face model
+    # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`; None without any
+    depth_statistics: Tensor | None = None
 
 
 class Scorer(Protocol):
@@ -82,7 +85,7 @@ class Backbone(nn.Module):
         *,
         activation_checkpointing: bool = False,
         sequence_checkpoint_tokens: int | None = None,
-        block: Callable[[ModelConfig, int], Block] = Block,
+        block: Callable[[ModelConfig, int], Block] = make_block,
     ) -> None:
         super().__init__()
         self.config = config
@@ -104,7 +107,7 @@ class Backbone(nn.Module):
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
             **context,
         )
-        return Output(self.final_norm(x), statistics, after)
+        return Output(self.final_norm(x), statistics.experts, after, statistics.depth)
 
     @property
     def device(self) -> torch.device:

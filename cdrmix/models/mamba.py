@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import MambaConfig, ModelConfig
 from cdrmix.models.initialize import generator, normal_, uniform_
-from cdrmix.models.mixer import Mixer
+from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import Router, gather_rows, sort_by_expert, weighted_sum
 from cdrmix.models.selective_scan import ScanInputs, selective_scan
 
@@ -167,21 +167,33 @@ class RoutingMamba(Mamba):
         self.outputs = nn.Parameter(torch.empty(experts, config.hidden_size, self.inner))
 
     def mix(
-        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: Any,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, MambaState, Tensor]:
         """Mixes as `forward`."""
-        out, after, statistics = self(x, state, segment_ids)
+        is_token = None if gathered is None else gathered.is_token
+        out, after, statistics = self(x, state, segment_ids, is_token)
         return out, v_first, after, statistics
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: MambaState | None = None, segment_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        state: MambaState | None = None,
+        segment_ids: Tensor | None = None,
+        is_token: Tensor | None = None,
     ) -> tuple[Tensor, MambaState, Tensor]:
         """Mixes along time as `Mamba.forward`, and gives router statistics [2E + 3] as third.
 
+        `is_token`, [B, T], is False for what fills up rows at their end: it meets no expert, and is
+        counted nowhere; None: all are tokens.
         They are those of `MoEFeedForward.forward`; nothing is dropped, and there is no capacity
         that could overflow.
         """
-        tokens = x.reshape(-1, x.shape[-1])  # [n, D]
+        tokens = _taken(x, is_token)  # [n, D]
         experts, weights, probability_sum, z_sum = self.router(tokens)
         every = torch.arange(self.num_experts, device=x.device)
         counts = (experts.reshape(-1, 1) == every).sum(0)
@@ -192,15 +204,15 @@ class RoutingMamba(Mamba):
             _sum_choices(F.grouped_mm(rows, stack.transpose(1, 2), offs=ends), index, inverse)
             for stack in (self.inputs, self.gates)
         )
-        shape = (*x.shape[:2], self.inner)
-        y, after = self.scan(entering.view(shape), gate.view(shape), state, segment_ids)
-        rows = gather_rows(y.reshape(-1, self.inner), index, inverse)
+        entering, gate = (_placed(each, x, is_token) for each in (entering, gate))
+        y, after = self.scan(entering, gate, state, segment_ids)
+        rows = gather_rows(_taken(y, is_token), index, inverse)
         rows = F.grouped_mm(rows, self.outputs.transpose(1, 2), offs=ends)  # [n k, D]
         out = weighted_sum(rows, weights, index, slot, inverse)
         no_capacity = torch.zeros_like(z_sum)
         totals = torch.stack([z_sum, no_capacity, no_capacity])
         statistics = torch.cat([counts.float(), probability_sum, totals])
-        return out.view_as(x), after, statistics
+        return _placed(out, x, is_token), after, statistics
 
     @torch.no_grad()
     def initialize_projections(self, *, seed: int, name: str, std: float) -> None:
@@ -210,6 +222,19 @@ class RoutingMamba(Mamba):
             for number, each in enumerate(getattr(self, part)):
                 normal_(each, std, seed=seed, name=f"{name}.{part}.{number}")
         self.outputs.zero_()
+
+
+def _taken(x: Tensor, is_token: Tensor | None) -> Tensor:
+    """Takes the tokens out of rows, [B, T, F] -> [n, F]."""
+    return x.reshape(-1, x.shape[-1]) if is_token is None else x[is_token]
+
+
+def _placed(tokens: Tensor, like: Tensor, is_token: Tensor | None) -> Tensor:
+    """Puts tokens into rows as those of `like`, [n, F] -> [B, T, F]; zero beside them."""
+    rows = (*like.shape[:2], tokens.shape[-1])
+    if is_token is None:
+        return tokens.view(rows)
+    return tokens.new_zeros(rows).index_put((is_token,), tokens)
 
 
 class _SumChoices(torch.autograd.Function):

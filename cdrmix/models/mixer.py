@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
+
+
+class Gathered(NamedTuple):
+    """Tokens of a row that a block runs on where they are some of it, in order."""
+
+    positions: Tensor  # in the whole row, [B, T]
+    # False for what fills rows of fewer tokens, at their ends, [B, T]; None: all are tokens
+    is_token: Tensor | None
 
 
 class Mixer(nn.Module):
@@ -41,12 +49,18 @@ class Mixer(nn.Module):
         """Makes the mixer of a layer, from 0 at the input, without initial values."""
 
     def mix(
-        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: Any,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, Any, Tensor | None]:
         """Mixes normalised input.
 
-        Returns the output, v_first, the state after token T, and statistics of the mixer's router
-        as `MoEFeedForward.forward` gives them, [2E + 3], or None.
+        `gathered` is None where x is of whole rows: a type that looks at positions, or counts its
+        tokens, reads there what they are. Returns the output, v_first, the state after token T, and
+        statistics of the mixer's router as `MoEFeedForward.forward` gives them, [2E + 3], or None.
         """
         out, after = self(x, state, segment_ids)
         return out, v_first, after, None

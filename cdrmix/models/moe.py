@@ -187,6 +187,10 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
+        if len(rows) == 0:
+            # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
+            # counts on a gradient of every parameter
+            return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
         inner = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)  # [M, F]
         if self.gate is None:
             inner = squared_relu(inner)

@@ -39,6 +39,12 @@ class Metric:
 METRICS: tuple[Metric, ...] = (
     Metric("step", "completed optimizer steps", "none"),
     Metric("loss", "nats", "sum", "valid token"),
+    # Under `objectives`: nats of each objective over its own labels, and fim_middle, of the middles
+    # of documents rearranged for infilling, which are a part of fim. `loss` is then over all
+    # labels, whatever they weigh. One of which a step had no label is left out of its line.
+    Metric("objective/*/loss", "nats", "sum", "label of the objective"),
+    Metric("objective/z_loss", "squared logarithm, unweighted", "sum", "label, by its weight"),
+    Metric("objective/total", "weighted sum of these, without the routers' losses", "none"),
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
@@ -55,6 +61,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("routing_mamba/routing_entropy_bits", "bits, mean over such mixers", "none"),
     Metric("routing_mamba/load_balance_loss", "unweighted, mean over such mixers", "none"),
     Metric("routing_mamba/z_loss", "unweighted, mean over such mixers", "none"),
+    # Mixture of Depths: means over routed blocks of shares of all tokens of a step.
+    Metric("mod/fraction", "share of tokens that a block takes", "sum", "token"),
+    Metric("mod/threshold", "router score, mean over blocks", "none"),
+    Metric("mod/predictor_accuracy", "share of tokens told rightly", "sum", "token"),
+    Metric("mod/predictor_loss", "nats, unweighted", "sum", "token"),
+    Metric("mod/position_correlation", "of being taken with the place in the row", "sum", "token"),
+    Metric("mod/compute_share", "FLOPs over those of all tokens in every block", "none"),
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
@@ -93,6 +106,8 @@ METRICS: tuple[Metric, ...] = (
     # By domain, for data sets of more than one. A domain of which nothing was evaluated, or drawn,
     # is left out of a line.
     Metric("eval/domain/*/loss", "nats", "sum", "valid token of the domain"),
+    # By objective, where held-out documents are more than text.
+    Metric("eval/objective/*/loss", "nats", "sum", "valid token of the objective"),
     Metric("data/domain/*/samples", "samples trained on, mixtures and replay only", "none"),
     # Continual pre-training: held-out loss, and its change since before the first step. Of several
     # folders of old data the first are means over the folders, and those by name follow.

@@ -64,6 +64,16 @@ def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
     return torch.cat([counts, probabilities, totals], 1)
 
 
+@torch.no_grad()
+def tokens_routed(statistics: Tensor, *, num_experts: int, top_k: int) -> Tensor:
+    """Tokens that reached each layer, from sums over tokens, [L, 2E + 3] -> [L, 1]; 1 for none.
+
+    Those of a batch, but where a layer is in a block of Mixture of Depths.
+    """
+    tokens = statistics[:, :num_experts].sum(-1, keepdim=True) / top_k
+    return torch.where(tokens > 0, tokens, torch.ones_like(tokens))
+
+
 def router_losses(per_token: Tensor, *, num_experts: int, top_k: int) -> RouterLosses:
     """Load-balance loss E * sum_e f_e P_e and z-loss mean(logsumexp^2), averaged over layers.
 

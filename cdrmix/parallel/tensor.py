@@ -29,7 +29,12 @@ from torch.nn import functional as F
 from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
 from cdrmix.models.moe import MoEFeedForward
-from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
+from cdrmix.objectives.language_model import (
+    HeadLoss,
+    LabelWeights,
+    VocabularyPart,
+    linear_losses,
+)
 from cdrmix.parallel.exchange import (
     enter_region,
     gather_rows,
@@ -50,8 +55,8 @@ class Shard:
     logical_shape: tuple[int, ...]
 
 
-def mark_copy(parameter: nn.Parameter) -> None:
-    """Marks a parameter whose values a rank outside the data group holds and saves too."""
+def mark_copy(parameter: Tensor) -> None:
+    """Marks a parameter or buffer that a rank outside the data group holds and saves too."""
     parameter.is_copy = True  # type: ignore[attr-defined]
 
 
@@ -92,10 +97,10 @@ def _inside(parameters: Iterable[Parameter], prefix: str) -> list[Parameter]:
 
 
 def mark_copies(module: nn.Module, topology: Topology) -> None:
-    """Marks parameters equal on all tensor ranks as copies, on all ranks but the first."""
+    """Marks what is equal on all tensor ranks as copies, on all ranks but the first."""
     if topology.tensor_rank == 0:
         return
-    for parameter in module.parameters():
+    for parameter in (*module.parameters(), *module.buffers()):
         # Experts are no copies: the expert group may lie on the tensor ranks, which then hold other
         # experts, and `checkpoint` takes who saves them from DeepSpeed's expert groups.
         is_expert = not getattr(parameter, "allreduce", True)
@@ -204,12 +209,12 @@ class VocabularyEmbedding(TokenEmbedding):
         part = super().logits(hidden).detach()
         return torch.cat(gather_rows(part.unsqueeze(0), self.topology).unbind(0), dim=-1)
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """Computes `zero3.next_token_nats` with the vocabulary in parts."""
+    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+        """Computes `zero3.next_token_losses` with the vocabulary in parts."""
         part = VocabularyPart(self.first_id, lambda x: gather_rows(x.unsqueeze(0), self.topology))
         # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
-        return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
+        return linear_losses(whole, self.weight, labels, weights, part)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:

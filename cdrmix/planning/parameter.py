@@ -15,6 +15,7 @@ Part = Literal[
     "mamba_experts",
     "feed_forward",
     "router",
+    "depth_router",
     "experts",
     "norms",
     "adapters",

@@ -35,6 +35,9 @@ MAMBA = {
     "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
     "routing_mamba": {"num_experts": 3, "load_balance_weight": 1.0},
 }
+# Mixture of Depths, with rates and weights that show: thresholds move by a part of a deviation.
+ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate": 1.0}}
+TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
 
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
@@ -109,6 +112,13 @@ LAYOUTS = [
     Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
     Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd", weighted=True),
     Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", weighted=True),
+    # Mixture of Depths
+    Case(data=2, expert=2, accumulation=2, profile="zero2", optimizer="sgd", model=ROUTED),
+    Case(data=2, tensor=2, model=ROUTED, packed=True, training=RECOMPUTED),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", model=ROUTED),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", model=ROUTED),
+    Case(data=2, expert=2, optimizer="sgd", model=TOPMOST, training=RECOMPUTED),
+    Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, model=TOPMOST),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
@@ -171,6 +181,9 @@ FAULTS = [
     Case(data=2, sequence=2, broken="no halo"),
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
+    Case(data=2, moe=False, model=ROUTED, broken="local fractions"),
+    Case(data=2, moe=False, model=TOPMOST, broken="predictor loss is a sum"),
+    Case(data=2, model=ROUTED, broken="every token is counted as routed"),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
     Case(data=2, moe=False, broken="local statistics", model=MAMBA),

@@ -120,7 +120,7 @@ def defined_objective(model: Backbone, batch: dict[str, Tensor]) -> dict[str, Te
 def trained_step(model: Backbone, batch: dict[str, Tensor]) -> tuple[Engine, StepResult]:
     engine = Engine(model, len(batch["input_ids"]))
     tokens = float(sum_weights(batch["labels"], batch.get("weights")))
-    return engine, train_step(engine, configured(model), ALONE, batch, step=0, tokens=tokens)
+    return engine, train_step(engine, configured(model), ALONE, batch, step=0, weights=[tokens])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -133,10 +133,12 @@ def test_the_objective_is_cross_entropy_balance_and_z_loss_as_weighted(weighted:
 
     engine, result = trained_step(model, batch)
     assert engine.objective == pytest.approx(expected.item(), rel=2e-6)  # float32
-    assert result.nats.item() / result.tokens == pytest.approx(terms["nats"].item(), rel=2e-6)
-    assert result.router is not None
-    assert result.router.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
-    assert result.router.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
+    assert result.nats.item() / result.combination.tokens == pytest.approx(
+        terms["nats"].item(), rel=2e-6
+    )
+    experts = result.routing.experts["ffn"]
+    assert experts.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
+    assert experts.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
 
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     for (name, parameter), gradient in zip(model.named_parameters(), wanted, strict=True):
