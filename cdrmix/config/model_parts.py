@@ -10,6 +10,15 @@ from pydantic import Field, field_validator, model_validator
 from cdrmix.config.section import Section
 
 
+def _check_top_k(sizes: MoEConfig | RoutingMambaConfig) -> None:
+    """Raises ValueError if a token would be sent to more experts than there are."""
+    if sizes.top_k > sizes.num_experts:
+        raise ValueError(
+            f"top_k = {sizes.top_k} is more than num_experts = {sizes.num_experts}; "
+            "a token goes to distinct experts"
+        )
+
+
 class MoEConfig(Section):
     """Mixture-of-experts feed-forward: experts of model.ffn_activation, top-k routed."""
 
@@ -51,11 +60,7 @@ class MoEConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> MoEConfig:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
-                "a token goes to distinct experts"
-            )
+        _check_top_k(self)
         return self
 
 
@@ -125,11 +130,7 @@ class RoutingMambaConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> RoutingMambaConfig:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
-                "a token goes to distinct experts"
-            )
+        _check_top_k(self)
         return self
 
 

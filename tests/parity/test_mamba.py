@@ -11,14 +11,20 @@ from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models import selective_scan_cuda
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.mamba import Mamba, MambaState, RoutingMamba
 from cdrmix.models.selective_scan import (
+    CHUNK_TOKENS,
     ScanInputs,
     scan_chunked,
     scan_reference,
     selective_scan,
 )
-from cdrmix.objectives.router import router_losses
+from cdrmix.objectives.router import router_losses, rows_of
+from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.mamba import SCAN_CHUNK_TOKENS
+from cdrmix.planning.blocks.routers import router_places
+from cdrmix.planning.counts import block_parameters, forward_flops_by_layer
 
 WIDTH, STATES = 32, 8
 
@@ -245,6 +251,70 @@ def test_the_state_is_that_of_the_last_document() -> None:
     assert_all_close([after.window, after.states], [alone.window, alone.states], 1e-6)
 
 
+def small_backbone() -> Backbone:
+    """Mamba among the other block types, whose routers have other numbers of experts."""
+    experts = {"num_experts": 5, "expert_hidden_size": 16}
+    mixers = ["mamba", "rwkv", "routing_mamba", "transformer"]
+    model = Backbone(make_config(num_layers=4, mixers=mixers, moe=experts))
+    model.initialize(seed=1)
+    source = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.1, generator=source)
+    return model
+
+
+def backbone_results(model: Backbone, ids: Tensor, segment_ids: Tensor) -> list[Tensor]:
+    output = model(ids, segment_ids=segment_ids)
+    assert output.router_statistics is not None
+    assert output.router_statistics.shape == (5, 2 * 5 + 3)
+    sums = output.router_statistics[:, :-2]  # not what is beyond a capacity: spans differ
+    return [output.hidden, sums, *gradients([output.hidden, sums], list(model.parameters()))]
+
+
+def test_a_model_with_mamba_layers_is_recomputed_in_spans() -> None:
+    model = small_backbone()
+    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(4))
+    # documents begin inside of spans and at their ends, and within the reach of the convolution
+    segment_ids = torch.stack([ids_of([8, 11])[0], ids_of([5, 2, 12])[0]])
+    whole = backbone_results(model, ids, segment_ids)
+    model.activation_checkpointing = True
+    for span in (None, 5, 8):
+        model.sequence_checkpoint_tokens = span
+        assert_all_close(backbone_results(model, ids, segment_ids), whole, 1e-5)
+
+
+def test_a_model_with_mamba_layers_decodes_what_it_computes_at_once() -> None:
+    model = small_backbone().eval()
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        whole = model(ids, return_state=True)
+        state, pieces = None, []
+        for part in ids.split([5, *[1] * 7], 1):
+            output = model(part, state=state, return_state=True)
+            state = output.state
+            pieces.append(output.hidden)
+    assert_all_close([torch.cat(pieces, 1)], [whole.hidden], 1e-5)
+    size = block_type("mamba").state_bytes(model.config, 12, 4)
+    held = [state[0].mixer.window, state[0].mixer.states]
+    assert 2 * size == sum(each.numel() * each.element_size() for each in held), "of two rows"
+
+
+def test_rows_of_statistics_are_those_of_each_half() -> None:
+    model = small_backbone()
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(4))
+    rows = model(ids).router_statistics
+    assert [place[:2] for place in router_places(model.config)] == [
+        (0, "ffn"), (1, "ffn"), (2, "mixer"), (2, "ffn"), (3, "ffn"),
+    ]  # fmt: skip
+    of_mixers, of_ffn = (rows_of(rows, model.config, part) for part in ("mixer", "ffn"))
+    assert (of_mixers.shape, of_ffn.shape) == ((1, 11), (4, 13))
+    torch.testing.assert_close(of_mixers[:, :4].sum(1), torch.tensor([24.0]))
+    torch.testing.assert_close(of_mixers[:, 4:8].sum(1), torch.tensor([24.0]))
+    torch.testing.assert_close(of_ffn[:, 5:10].sum(1), torch.full((4,), 24.0))
+
+
 def routed_and_plain(experts: int) -> tuple[RoutingMamba, Mamba]:
     """A routed mixer, all of whose experts are those of a plain one."""
     plain = filled(Mamba(make_config()))
@@ -332,7 +402,7 @@ def test_the_gradient_of_the_router_is_that_of_finite_differences() -> None:
     assert measured == pytest.approx(slope, rel=1e-3)
 
 
-def mean_entropy(*, weight: float, bias: float) -> float:
+def mean_entropy(*, weight: float, bias: float, steps: int) -> float:
     """Entropy of the use of four experts after training on made tokens, over its largest value."""
     torch.manual_seed(0)
     mixer = filled(RoutingMamba(make_config()), std=0.1)
@@ -344,7 +414,7 @@ def mean_entropy(*, weight: float, bias: float) -> float:
     parameters = [*mixer.parameters(), *embedding.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     counts = torch.zeros(4)
-    for step in range(150):
+    for step in range(steps):
         ids = torch.randint(0, 16, (4, 17))
         ids[:, 1::2] = ids[:, :-1:2].flip(1)[:, :8]
         out, _, statistics = mixer(embedding(ids[:, :-1]))
@@ -354,13 +424,14 @@ def mean_entropy(*, weight: float, bias: float) -> float:
         optimizer.zero_grad()
         (loss + weight * (losses.load_balance + 0.1 * losses.z)).backward()
         optimizer.step()
-        counts += statistics[:4].detach() * (step >= 130)
+        counts += statistics[:4].detach() * (step >= steps - 20)
     return float(torch.special.entr(counts / counts.sum()).sum()) / math.log(4)
 
 
 def test_router_losses_keep_the_experts_in_use() -> None:
-    assert mean_entropy(weight=0.01, bias=0) >= 0.8
-    assert mean_entropy(weight=0, bias=4) < 0.8, "a router that prefers one and has no losses must"
+    assert mean_entropy(weight=0.01, bias=0, steps=150) >= 0.8
+    alone = mean_entropy(weight=0, bias=4, steps=50)
+    assert alone < 0.8, "a router that prefers one expert and has no losses must not keep them"
 
 
 def test_initial_values_are_mambas_and_depend_on_seed_and_name_alone() -> None:
@@ -377,6 +448,24 @@ def test_initial_values_are_mambas_and_depend_on_seed_and_name_alone() -> None:
     torch.testing.assert_close(rates[5], torch.arange(1.0, STATES + 1))
     assert not first["output.weight"].any()
     assert float(first["d"].min()) == 1
+
+
+def test_planning_counts_a_mixer_of_the_published_size() -> None:
+    sizes = {"hidden_size": 2048, "num_heads": 16, "mixers": ["mamba", "routing_mamba"]}
+    model = make_config(**sizes, mamba={}, routing_mamba={}, ffn_hidden_size=8)
+    counts = [
+        sum(each.num_elements for each in block_parameters(model, layer) if "mixer." in each.name)
+        for layer in range(2)
+    ]
+    projections = 3 * 4096 * 2048
+    assert counts[0] == 26_439_680
+    assert counts[1] == counts[0] + 7 * projections + 8 * 2048
+    flops = forward_flops_by_layer(model, 64)
+    assert flops[1] - flops[0] == 2 * 8 * 2048, "one expert and the router of eight"
+    scan = (2 * 4 + 6 * 16) * 4096
+    matrices = 2 * (projections + 4096 * (128 + 32) + 128 * 4096 + 2 * 2048 * 8)
+    assert flops[0] == scan + matrices
+    assert SCAN_CHUNK_TOKENS == CHUNK_TOKENS
 
 
 def stand_in(

@@ -65,7 +65,7 @@ class MambaBlock(BlockType):
         yield from self._projections(model)
         selected = rank + 2 * sizes.state_size
         yield Parameter("mixer.x_proj.weight", (selected, inner), "mamba")
-        yield Parameter("mixer.dt_proj.weight", (inner, rank), "mamba")
+        yield Parameter("mixer.dt_proj.weight", (inner, rank), "low_rank")
 
     def _projections(self, model: ModelConfig) -> Iterator[Parameter]:
         """Projections into and out of the inner features, in the order of the module."""

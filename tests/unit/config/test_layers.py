@@ -40,6 +40,15 @@ def test_without_a_list_every_layer_has_experts_or_none() -> None:
         (["model.moe.layers=[1, 4]"], "moe.layers names layer 4, and num_layers = 4: the last one"),
         (["model.moe.layers=[2, 1]"], "numbers of layers from 0 on, each once, in rising order"),
         (["model.moe.layers=[-1]"], "numbers of layers from 0 on, each once, in rising order"),
+        (["model.mamba.expand=2"], "mamba has no meaning without a layer of the type mamba or"),
+        (
+            ["model.mixers=[mamba*4]", "model.routing_mamba.num_experts=4"],
+            "routing_mamba has no meaning without a layer of the type routing_mamba",
+        ),
+        (
+            ["model.mixers=[routing_mamba*4]", "model.routing_mamba.top_k=9"],
+            "top_k = 9 is more than num_experts = 8",
+        ),
         (["model.ffn_activation=gelu"], "allowed is one of squared_relu, swiglu"),
     ],
 )
@@ -47,6 +56,17 @@ def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(TINY, overrides)
     assert told in str(caught.value)
+
+
+def test_sections_of_mamba_are_filled_in_where_there_are_such_layers() -> None:
+    routed = model("model.mixers=[mamba*3, routing_mamba]", "model.mamba.state_size=8")
+    assert routed.mamba is not None and routed.routing_mamba is not None
+    assert (routed.mamba.state_size, routed.mamba.rank(routed.hidden_size)) == (8, 8)
+    assert (routed.routing_mamba.num_experts, routed.routing_mamba.top_k) == (8, 1)
+    assert ModelConfig.model_validate(routed.model_dump(mode="json")) == routed
+    plain = model("model.mixers=[mamba*4]")
+    assert plain.mamba is not None and plain.routing_mamba is None
+    assert model().mamba is None
 
 
 def test_every_registered_type_can_be_listed() -> None:
