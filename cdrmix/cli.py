@@ -28,6 +28,7 @@ from cdrmix.verbs.flags import (
     add_base_flag,
     add_checkpoint_flag,
     add_config_flags,
+    add_weights_flag,
     at_least,
 )
 
@@ -191,10 +192,16 @@ def add_generate(verbs: Verbs) -> None:
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
     add_base_flag(parser)
+    add_weights_flag(parser)
     flag("--prompt", default="", help="text to go on from; default none")
     flag("--max-new-tokens", type=at_least(1), help="default 128")
     flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
     flag("--seed", type=int, help="seed of the sampling; default 0")
+    ahead = (
+        "take the likeliest text, several tokens in each pass: a model with model.mtp guesses "
+        "ahead and verifies its guesses, and says how many held"
+    )
+    flag("--speculate", action="store_true", help=ahead)
     flag(
         "--memory",
         action="store_true",
@@ -229,15 +236,28 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             parser.error(
                 "--file, --question, --show-memory, --branches and --index go with --memory"
             )
-        from cdrmix.evaluation.trained import continue_text
+        from cdrmix.evaluation.trained import continue_speculating, continue_text
 
-        place = _checkpoint_place(arguments)
         settings = _SAMPLING | sampling
-        text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
+        settings |= {"weights": arguments.weights or "trained"}
+        if arguments.speculate:
+            if arguments.temperature or arguments.base:
+                parser.error(
+                    "--speculate takes the likeliest text of a model of its own head: it goes "
+                    "without --base, and with --temperature 0 alone"
+                )
+            settings = {name: settings[name] for name in ("max_new_tokens", "weights")}
+            text = continue_speculating(_checkpoint_place(arguments), arguments.prompt, **settings)
+        else:
+            place = _checkpoint_place(arguments)
+            text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
         print(arguments.prompt + text)
         return
-    if sampling or arguments.base:
-        parser.error("--base, --max-new-tokens, --temperature and --seed go without --memory")
+    if sampling or arguments.base or arguments.weights or arguments.speculate:
+        parser.error(
+            "--base, --weights, --max-new-tokens, --temperature, --seed and --speculate go without "
+            "--memory"
+        )
     from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
     from cdrmix.stage_b.long_context import load_reader
 
@@ -288,6 +308,7 @@ def add_evaluate(verbs: Verbs) -> None:
     flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     add_checkpoint_flag(parser)
     add_base_flag(parser)
+    add_weights_flag(parser)
     flag(
         "--data",
         metavar="DIR",
@@ -333,12 +354,16 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
         place = _checkpoint_place(arguments)
         text = evaluate_run(
-            place, data=arguments.data, max_tokens=arguments.max_tokens, base=arguments.base
+            place,
+            data=arguments.data,
+            max_tokens=arguments.max_tokens,
+            base=arguments.base,
+            weights=arguments.weights or "trained",
         )
         print(json.dumps(text.as_json()) if arguments.json else text.table())
         return
-    if arguments.max_tokens or arguments.data or arguments.base:
-        parser.error("--base, --max-tokens and --data go with --suite text")
+    if any(getattr(arguments, flag) for flag in ("max_tokens", "data", "base", "weights")):
+        parser.error("--base, --weights, --max-tokens and --data go with --suite text")
     from cdrmix.stage_b import long_context as suite
 
     reasoning = suite.evaluate_reasoning(

@@ -101,6 +101,7 @@ FAULTS = (
     ("file server silent for two deadlines", f"{HEAD}a_silent_file_server", ""),
     ("file server silent while rank 0 logs", f"{WATCHDOG}a_silent_file_server", ""),
     ("Hugging Face: stopped and resumed", f"{HUGGING_FACE}resumed_run", ""),
+    ("Hugging Face: kill during a save", f"{HUGGING_FACE}run_killed_in_the_middle", ""),
     ("Hugging Face: weights differ by host", f"{BASE_WEIGHTS}hosts_with_different", ""),
     ("Hugging Face: base gone when resumed", f"{BASE_RUN}run_goes_on_without_its_base", ""),
     ("Hugging Face: another base", f"{BASE_RUN}run_does_not_go_on", ""),

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Container
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,20 +16,28 @@ from safetensors import SafetensorError, safe_open
 from cdrmix.checkpoint.files import SAFETENSORS_TYPES, plain_file, read_json, retried
 from cdrmix.checkpoint.fragments import Box, Span, shared_runs, span_of
 from cdrmix.errors import StateError
+from cdrmix.optimizers.average import AVERAGE
 
 # An index may come from anywhere: its file names must not lead out of the checkpoint's folder.
 _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+# Values of the trained parameters: as trained, or their average.
+Weights = Literal["trained", "ema"]
 # Also the list of allowed types: an index names a type as text, which is never evaluated.
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETENSORS_TYPES}
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
-    """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified. Raises
-    StateError if it cannot be read, or is no checkpoint of this package, and InfrastructureError if
-    the file system does not answer at present."""
+    """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
 
-    def __init__(self, path: Path) -> None:
+    `weights` says which values of the trained parameters `content_kind` names: those trained, or
+    `ema`, their average. Raises StateError if it cannot be read, is no checkpoint of this package
+    or holds no average that is asked for, and InfrastructureError if the file system does not
+    answer at present.
+    """
+
+    def __init__(self, path: Path, *, weights: Weights = "trained") -> None:
         self.path = path
+        self.weights = weights
         # `step`, `world_size` and the entries of the saving run.
         self.state: dict[str, Any] = self._json("state.json")
         self._tensors: dict[str, dict[str, Any]] = self._json("index.json").get("tensors", {})
@@ -52,6 +60,15 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
                 f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
                 "checkpoint that this package has saved"
             ) from error
+        if weights == "ema" and not self.has_average:
+            why = "its run had no training.ema_decay, or had taken no step with it"
+            if self.state.get("stage") == "b":
+                why = (
+                    "Stage B keeps none. The last checkpoint of Stage A may have one: give its step"
+                )
+            raise StateError(
+                f"{path}: holds no average of the weights: {why}. Or give --weights trained"
+            )
         # Tensor files stay open: each opening parses a header of all their tensors.
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
@@ -70,8 +87,17 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         return list(self._tensors.get(name, {}))
 
     def content_kind(self, name: str) -> str:
-        """`buffer` for a buffer, `param` for a parameter."""
-        return "buffer" if "buffer" in self.kinds(name) else "param"
+        """Kind that holds the content: `buffer` of a buffer, `param` of a parameter, or `ema` where
+        the average is asked for; of what is not trained there is none."""
+        kinds = self.kinds(name)
+        if self.weights == "ema" and AVERAGE in kinds:
+            return AVERAGE
+        return "buffer" if "buffer" in kinds else "param"
+
+    @cached_property
+    def has_average(self) -> bool:
+        """True if an average of the weights is saved beside them."""
+        return any(AVERAGE in kinds for kinds in self._tensors.values())
 
     def shape(self, name: str, kind: str = "param") -> tuple[int, ...]:
         """Logical, unsharded shape."""
@@ -143,10 +169,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             path = plain_file(self.path / name)
             try:
                 self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
-            except RuntimeError as error:  # torch maps it as if to write, which Linux limits
+            # torch maps it as if to write, which Linux limits; a limit of the process meets both
+            # safetensors' mapping, as a MemoryError, and torch's
+            except (RuntimeError, MemoryError) as error:
                 raise StateError(
                     f"{path}: cannot be mapped ({error}). A file may not be larger than memory and "
-                    "swap together: use a machine with more"
+                    "swap together: use a machine with more. `ulimit -v` tells the limit of the "
+                    "process"
                 ) from error
         return self._opened[name].get_slice(fragment["key"])[first:end]
 

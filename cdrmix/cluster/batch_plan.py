@@ -29,9 +29,11 @@ _CORES_WITH_OFFLOADING = 8
 # Options of sbatch that can name the devices.
 _DEVICE_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "constraint", "prefer")
 # Bytes of a checkpoint that a node writes in a second to shared storage, and bytes of a parameter
-# in it (float32 master and both moments): the former is assumed.
+# in it (float32 master and both moments; as much again as a master for an average of the weights):
+# the former is assumed.
 _SAVED_BYTES_PER_SECOND = 1e9
 _SAVED_BYTES = 12
+_SAVED_AVERAGE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class BatchPlan:
         """Assumed time to write a checkpoint."""
         from cdrmix.planning.counts import trained_params
 
-        saved = trained_params(self.compared.config.model)
-        return _SAVED_BYTES * saved / (_SAVED_BYTES_PER_SECOND * self.compared.cluster.nodes)
+        config = self.compared.config
+        each = _SAVED_BYTES
+        if config.training.ema_decay is not None:
+            each += _SAVED_AVERAGE_BYTES
+        saved = each * trained_params(config.model)
+        return saved / (_SAVED_BYTES_PER_SECOND * self.compared.cluster.nodes)
 
     def lines(self) -> dict[str, str]:
         """Layout, memory and time for people, by a title each."""

@@ -11,10 +11,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
-from cdrmix.config.model import ModelConfig, Section
-from cdrmix.config.objectives import ObjectivesConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.objectives import (
+    ObjectivesConfig,
+    further_in_stage_b,
+    further_refused,
+)
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
+from cdrmix.config.section import Section
 
 
 class MixturePhase(Section):
@@ -107,8 +112,9 @@ class LossSpikeConfig(Section):
     """Loss far above its recent median. Its step is already applied when it is detected."""
 
     action: Literal["warn", "lower_rate", "rollback", "stop"] = "warn"
-    """lower_rate: multiplies the learning rate of all later steps by rate_factor. rollback: drops
-    its batch, and those since the checkpoint."""
+    """lower_rate: multiplies the learning rate of all later steps by rate_factor, and judges again
+    once half of window_steps are over. rollback: drops its batch, and those since the
+    checkpoint."""
     rate_factor: float = Field(0.5, gt=0, lt=1)
     """Factor of lower_rate (ratio)."""
     max_lowerings: int = Field(3, ge=1)
@@ -222,7 +228,8 @@ class TrainingConfig(Section):
     settle_steps: int | None = Field(None, ge=1)
     """Steps behind the warm-up in which infinite falls to hold_learning_rate (optimizer steps)."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Decay of an exponential moving average of the weights, in float32 beside the masters (ratio);
+    """Decay of an exponential moving average of the weights of Stage A, in float32 beside the
+    masters (ratio); smaller in the first steps: n weights go on by (1 + n) / (10 + n) at most.
     null: none is kept."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm (L2); 0 turns clipping off."""
@@ -310,8 +317,8 @@ class CheckpointConfig(Section):
     evaluated."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
-    a rank's share) and written; only the next optimizer step waits for the copy. false: training
-    waits for the disk. null: true if hosts have room for the copy."""
+    a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
+    the copy. false: training waits for the disk. null: true if hosts have room for the copy."""
     replica: str | None = None
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
@@ -319,7 +326,9 @@ class CheckpointConfig(Section):
 
 class EvaluationConfig(Section):
     """Evaluation on held-out data. In a run it reads at most 7 % of the tokens trained on since the
-    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`."""
+    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`. With
+    training.ema_decay it measures the average of the weights too: in a run on half of those tokens,
+    each read twice."""
 
     every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
     final_tokens: int = Field(1_000_000, ge=1)
@@ -416,8 +425,18 @@ class Config(Section):
             return self
         raise ValueError(
             "cpt is for a model that was trained before: give training.start_from, a run directory "
-            "or an export, or cpt=null"
+            "or an export; or model.kind = hf with model.path, the folder of a Hugging Face model; "
+            "or cpt=null"
         )
+
+    @model_validator(mode="after")
+    def _further_tokens_fit(self) -> Config:
+        wrong = further_refused(self.objectives, self.model.mtp, self.training.sequence_length)
+        if wrong is None and self.model.mtp is not None and self.stage_b is not None:
+            wrong = further_in_stage_b(self.training.stage)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self
 
     @model_validator(mode="after")
     def _tokens_are_weighed_once(self) -> Config:
@@ -445,6 +464,11 @@ class Config(Section):
             raise ValueError(
                 "stage_b with Mamba layers is not available in this version: memory and adapters "
                 "have been shown on RWKV and Transformer blocks alone. Try stage_b=null"
+            )
+        if self.training.stage == "b" and self.health.loss_spike.action == "lower_rate":
+            raise ValueError(
+                "health.loss_spike.action = lower_rate acts in Stage A: Stage B judges no spikes, "
+                "because its lessons differ in length. Try health.loss_spike.action=warn"
             )
         if self.training.stage == "b" and self.training.start_from is not None:
             raise ValueError(

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 from cdrmix.data.tokenizer import ANSWER, SPECIAL_TOKENS, THOUGHT
 from cdrmix.data.tokenizer_base import CHAIN_ROLES, FIM_ROLES, Tokenizer
 

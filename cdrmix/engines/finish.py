@@ -30,6 +30,7 @@ def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
     comparable = stage.comparable(run, evaluation)
+    average = stage.evaluate_average(run, max_tokens=run.config.evaluation.final_tokens)
 
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
@@ -51,6 +52,7 @@ def finish(run: Run, stage: Pretraining) -> None:
             "goodput": run.wall_time.to_json(),
             "start_up": run.start_up.to_json(),
             "evaluation": evaluation.as_json(),
+            **({} if average is None else {"ema_evaluation": average.as_json()}),
             "baselines": baselines,
             "samples": stage.samples,
             **({} if stage.forgetting is None else {"cpt": stage.forgetting.summary(run)}),
@@ -66,6 +68,11 @@ def finish(run: Run, stage: Pretraining) -> None:
             *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
             f"{evaluation.tokens:,}",
         )
+        if average is not None:
+            logger.info(
+                "validation of the average of the weights: loss %.4f, perplexity %.2f",
+                *(average.loss, average.perplexity),
+            )
         if evaluation.domains:
             by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
             logger.info("validation loss by domain: %s", ", ".join(by_domain))

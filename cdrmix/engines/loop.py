@@ -21,11 +21,13 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.recovery import hold, react, save_run, settle
 from cdrmix.engines.run import Batch, Result, Run
+from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
-from cdrmix.optimizers.adamw import adamw
+from cdrmix.optimizers.average import keep_average
+from cdrmix.optimizers.muon import Muon
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
@@ -39,25 +41,40 @@ def start_engine(
     plan: Plan,
     topology: Topology,
     *,
-    optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
+    optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] | None = None,
+    averages: bool = True,
 ) -> Any:
-    """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
+    """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON.
+
+    `optimizer` makes it; None: Stage A's, as configured. It keeps an average of the weights with
+    `training.ema_decay`, unless `averages` is false.
+    """
     deepspeed = runtime.import_deepspeed()
     # DeepSpeed's pipeline builds its own grid. The stages of a frozen backbone are unknown to
     # DeepSpeed, which has to learn of them here as of tensor parallelism.
     is_told = topology.degrees.model_ranks > 1 and not isinstance(model, Pipeline)
-    with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimizer prints pages on memory
+    made = optimizer(model, config.training) if optimizer else make_optimizer(model, config)
+    # The bf16 optimizer prints pages on memory, and Muon is an optimizer that DeepSpeed warns of.
+    level = deepspeed.utils.logger.level
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        if isinstance(made, Muon):
+            deepspeed.utils.logger.setLevel("ERROR")
+            stack.callback(deepspeed.utils.logger.setLevel, level)
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer(model, config.training),
+            optimizer=made,
             config=plan.deepspeed,
             mpu=ModelParallelUnit(topology) if is_told else None,
             # cdrmix.runtime has made the process group, with a time-out of its own.
             dist_init_required=False,
         )
     runtime.share_timeout()
+    if isinstance(made, Muon):
+        join(engine, made, config)
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+    if averages and config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     return engine
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.depth import depth_monitors, predictor_loss
 from cdrmix.objectives.router import (

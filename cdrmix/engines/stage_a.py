@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,9 +29,17 @@ from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.combination import Batch, Combination, own_weights, weight_names
+from cdrmix.engines.combination import (
+    Batch,
+    Combination,
+    FurtherLabels,
+    own_weights,
+    weight_names,
+    with_further_labels,
+)
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.routing import (
     Routing,
     add_router_losses,
@@ -42,18 +51,23 @@ from cdrmix.engines.routing import (
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
+from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
-from cdrmix.optimizers.schedule import learning_rate
+from cdrmix.optimizers.average import has_average
+from cdrmix.optimizers.muon import Muon
+from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
+
+logger = get_logger(__name__)
 
 
 class MicroStep(NamedTuple):
@@ -77,14 +91,15 @@ def micro_step(
     nats_scale: float,
     segment_ids: Tensor | None = None,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
     `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    embedding = engine.module.embedding
-    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale, weights=weights)
+    known = (output, engine.module.embedding, labels, config, topology)
+    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
 
 
 def loss(
@@ -96,6 +111,7 @@ def loss(
     *,
     nats_scale: float,
     weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
@@ -105,16 +121,18 @@ def loss(
             batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
             mean over all tokens.
         weights: of the labels, [B, T].
+        further: tokens beyond the next one that are predicted too; None: no others.
         output, embedding, config, topology: of this rank.
     """
-    head = next_token_losses(embedding, output.hidden, labels, weights)
+    losses_of = partial(next_token_losses, embedding) if further is None else further.losses
+    head = losses_of(output.hidden, labels, weights)
     loss = head.loss * nats_scale
     num_tokens = labels.numel()
     loss, routing = add_router_losses(loss, output, config.model, topology, num_tokens=num_tokens)
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    nats = head.loss.detach() if weights.sums is None else head.nats.sum()
+    nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
     parts = torch.cat([head.nats, head.squares])
     return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, routing)
 
@@ -138,6 +156,7 @@ def train_step(
     *,
     step: int,
     weights: Sequence[float],
+    rate_scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
@@ -147,26 +166,29 @@ def train_step(
             `weights` of the labels if they differ, and their `kinds` under `objectives`.
         step: steps completed before this one.
         weights: of the global batch, all ranks, by `weight_names`.
+        rate_scale: factor of the schedule's learning rate; see `Health.rate_scale`.
     """
     began = time.perf_counter()
-    # A function of the step alone, and no scheduler with a state to save and restore.
+    # A function of the step and of the run's health, and no scheduler with a state of its own.
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
+        group["lr"] = group_rate(step, config.training, group) * rate_scale
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    combination = Combination(config, weights)
+    combination = Combination(config, weights, step=step)
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
+    scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, combination)
+        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
         for inputs in micro_batches:
             part = micro_step(
                 *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                nats_scale=_nats_scale(combination, topology, micro_batches),
+                nats_scale=scale,
                 segment_ids=inputs.get("segment_ids"),
                 weights=combination.label_weights(inputs),
+                further=combination.further_labels(inputs, engine.module),
             )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
@@ -185,18 +207,13 @@ def train_step(
     )
 
 
-def _nats_scale(
-    combination: Combination, topology: Topology, micro_batches: Sequence[Batch]
-) -> float:
-    return combination.nats_scale(topology.degrees.data * len(micro_batches))
-
-
 def _pass_through_stages(
     engine: Any,
     config: Config,
     topology: Topology,
     micro_batches: list[Batch],
     combination: Combination,
+    nats_scale: float,
 ) -> list[MicroStep]:
     """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
@@ -205,11 +222,11 @@ def _pass_through_stages(
 
     def objective(output: Output) -> Tensor:  # called for each micro-batch in order
         inputs = next(coming)
-        embedding = pipeline.stage.embedding
         part = loss(
-            *(output, embedding, inputs["labels"], config, topology),
-            nats_scale=_nats_scale(combination, topology, micro_batches),
+            *(output, pipeline.stage.embedding, inputs["labels"], config, topology),
+            nats_scale=nats_scale,
             weights=combination.label_weights(inputs),
+            further=combination.further_labels(inputs, pipeline.stage),
         )
         parts.append(part)
         return part.loss
@@ -222,15 +239,22 @@ def _pass_through_stages(
     return parts
 
 
+def _warn(reader: CheckpointFile, what: str) -> None:
+    if runtime.rank() == 0:
+        logger.warning("warning: %s: %s", reader.path, what)
+
+
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
 
 
 def _tokens_between(config: Config) -> int:
-    """Most tokens that an evaluation between steps reads."""
+    """Most tokens that an evaluation between steps reads; where there is an average of the weights,
+    it reads them once more with that."""
     share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
-    return int(share * config.training.tokens_per_step)
+    passes = 1 if config.training.ema_decay is None else 2
+    return int(share * config.training.tokens_per_step) // passes
 
 
 class Pretraining(Stage[Batch, StepResult]):
@@ -273,15 +297,17 @@ class Pretraining(Stage[Batch, StepResult]):
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
             fim_ids=self.fim_ids,
+            num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
+        self.check = OptimizerCheck()
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        return own_tokens(self.loader.next(), run.topology)
+        return own_tokens(with_further_labels(self.loader.next(), run.config), run.topology)
 
     def weights(self, run: Run, batch: Batch) -> list[float]:
         """Valid tokens of this rank's share, or their weight, or tokens of each kind."""
@@ -291,10 +317,17 @@ class Pretraining(Stage[Batch, StepResult]):
         return own_weights(batch, run.config)
 
     def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
-        """Take one optimizer step."""
-        return train_step(
-            *(run.engine, run.config, run.topology, batch), step=run.step, weights=weights
-        )
+        """Take one optimizer step; Muon's first one of a start is checked.
+
+        Raises StateError, on every rank, if Muon does not do what it should.
+        """
+        with self.check.of_step(run.engine, run.config):
+            return train_step(
+                *(run.engine, run.config, run.topology, batch),
+                step=run.step,
+                weights=weights,
+                rate_scale=run.health.rate_scale,
+            )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -306,8 +339,10 @@ class Pretraining(Stage[Batch, StepResult]):
         began = time.monotonic()
         evaluation = self.evaluate_now(run, max_tokens=_tokens_between(run.config))
         run.evaluated = (run.step, HeldOutLoss(evaluation.loss, evaluation.tokens))
+        average = self.evaluate_average(run, max_tokens=_tokens_between(run.config))
         return {
             "eval/loss": evaluation.loss,
+            **({} if average is None else {"eval/ema_loss": average.loss}),
             "eval/perplexity": evaluation.perplexity,
             "eval/bits_per_byte": evaluation.bits_per_byte,
             "eval/seconds": time.monotonic() - began,
@@ -336,6 +371,17 @@ class Pretraining(Stage[Batch, StepResult]):
                 with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
                     last = self._evaluate(run, tokens)
         return HeldOutLoss(last.loss, last.tokens)
+
+    def evaluate_average(self, run: Run, *, max_tokens: int) -> Evaluation | None:
+        """Held-out loss of the average of the weights; None where there is none (yet)."""
+        if run.config.training.ema_decay is None or not has_average(run.engine):
+            return None
+        with (
+            run.heartbeat.phase("evaluating"),
+            run.wall_time.spent("evaluation"),
+            engine_state.averaged(run.engine),
+        ):
+            return self._evaluate(run, max_tokens)
 
     def _evaluate(self, run: Run, max_tokens: int) -> Evaluation:
         return evaluate(
@@ -406,12 +452,16 @@ class Pretraining(Stage[Batch, StepResult]):
         metrics = {
             "loss": nats / result.combination.tokens,
             **result.combination.metrics(parts[:half], parts[half:]),
-            "learning_rate": learning_rate(run.step - 1, training),
+            # Of the step that was taken: its own loss is judged after this.
+            "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **routing_metrics(run.config.model, training.sequence_length, totals[end:]),
             **self._samples_by_domain(run),
         }
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            metrics["optimizer/spikes"] = optimizer.spikes
         if training.precision == "fp16":
             metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
         return metrics
@@ -444,7 +494,8 @@ class Pretraining(Stage[Batch, StepResult]):
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of masters, moments and buffers; with adapters, of them alone."""
+        """This rank's share of masters, moments, average and buffers; with adapters, of them
+        alone."""
         model = run.config.model
         name = logical_name_in(model)
         return engine_state.fragments(run.engine, name, elsewhere=frozen_in(model))
@@ -452,14 +503,31 @@ class Pretraining(Stage[Batch, StepResult]):
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
         model = run.config.model
-        name = logical_name_in(model)
-        engine_state.load_engine(run.engine, reader, name, elsewhere=frozen_in(model))
+        averages = run.config.training.ema_decay is not None
+        engine_state.load_engine(
+            run.engine,
+            reader,
+            logical_name_in(model),
+            elsewhere=frozen_in(model),
+            averages=averages,
+        )
+        if reader.has_average and not averages:
+            _warn(reader, "its average of the weights is dropped: training.ema_decay is null")
+        if averages and not reader.has_average and reader.state["step"]:
+            _warn(reader, "holds no average of the weights: training.ema_decay begins one there")
         self.samples = list(reader.state["samples"])
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.load_history(reader.state["muon"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, and the losses on old and new data."""
-        if self.forgetting is None:
-            return {"samples": self.samples}
-        return {"samples": self.samples, "cpt": self.forgetting.state_dict()}
+        """The texts generated so far, losses on old and new data, and Muon's gradient norms."""
+        saved: JsonObject = {"samples": self.samples}
+        if self.forgetting is not None:
+            saved["cpt"] = self.forgetting.state_dict()
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            saved["muon"] = optimizer.history()
+        return saved

@@ -13,7 +13,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.base_model import base_of_adapters
-from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile, Weights
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.trained_run import (
     config_of,
@@ -29,12 +29,13 @@ from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
+from cdrmix.models.speculate import speculate
 from cdrmix.parallel.apply import frozen_in, logical_name_in
 
 logger = get_logger(__name__)
@@ -59,18 +60,22 @@ class TrainedModel:
     step: int
 
 
-def load_trained(source: Path, *, base: Path | None = None) -> TrainedModel:
+def load_trained(
+    source: Path, *, base: Path | None = None, weights: Weights = "trained"
+) -> TrainedModel:
     """Loads the newest checkpoint under `source` that verifies, saved in any layout.
 
     Args:
         source: a run directory or a checkpoint.
         base: folder of the base of its adapters; None: where the run has read it.
+        weights: `trained`, or `ema` for the average of what was trained.
     Raises:
-        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong, or
-            the base of its adapters is not there, or `base` is given for a run without adapters.
+        StateError: if there is none, it holds no model or no average that is asked for, or its
+            tokenizer is missing or wrong, or the base of its adapters is not there, or `base` is
+            given for a run without adapters.
     """
     newest = newest_checkpoint(source)
-    with CheckpointFile(newest.path) as reader:
+    with CheckpointFile(newest.path, weights=weights) as reader:
         config = config_of(reader, base=base)
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
@@ -78,12 +83,12 @@ def load_trained(source: Path, *, base: Path | None = None) -> TrainedModel:
         name = logical_name_in(config.model)
         if config.model.lora is not None:
             code = config.model.remote_code
-            with base_of_adapters(reader.state, newest.path, code, given=base) as weights:
-                engine_state.fill_module(model, weights, name, fresh=frozenset(reader.names()))
+            with base_of_adapters(reader.state, newest.path, code, given=base) as frozen:
+                engine_state.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
-        frozen = frozen_in(config.model)
-        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=frozen)
+        elsewhere = frozen_in(config.model)
+        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
@@ -113,19 +118,57 @@ def continue_text(
     temperature: float,
     seed: int,
     base: Path | None = None,
+    weights: Weights = "trained",
 ) -> str:
-    """Generates the continuation of `prompt` by a trained model; `base` as in `load_trained`."""
-    run = load_trained(source, base=base)
-    tokenizer = run.tokenizer
-    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
+    """Generates the continuation of `prompt` by a trained model; `base` and `weights` as in
+    `load_trained`."""
+    run = load_trained(source, base=base, weights=weights)
     new = generate(
         run.model,
-        torch.tensor([ids], device=runtime.device()),
+        _prompt_ids(run.tokenizer, prompt),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=run.tokenizer.eos_id,
     )
+    return _continuation(run.tokenizer, new, prompt)
+
+
+def continue_speculating(
+    source: Path, prompt: str, *, max_new_tokens: int, weights: Weights = "trained"
+) -> str:
+    """Generates the likeliest continuation, by speculation, and logs what that was worth.
+
+    Raises StateError if the model predicts no further tokens.
+    """
+    run = load_trained(source, weights=weights)
+    model = run.model
+    if not isinstance(model, Backbone) or model.mtp is None:
+        raise StateError(
+            f"{run.checkpoint}: predicts the next token alone (model.mtp is null), and --speculate "
+            "needs guesses of further ones. Generate without it, or train with model.mtp"
+        )
+    done = speculate(
+        model,
+        _prompt_ids(run.tokenizer, prompt),
+        max_new_tokens=max_new_tokens,
+        stop_id=run.tokenizer.eos_id,
+    )
+    shares = (f"token {place} {share:.0%}" for place, share in enumerate(done.acceptance, 2))
+    logger.info(
+        "speculation: %d tokens in %d passes, %.2f tokens per pass; guesses accepted: %s",
+        *(done.num_tokens, done.passes, done.tokens_per_pass, ", ".join(shares)),
+    )
+    return _continuation(run.tokenizer, done.tokens, prompt)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> torch.Tensor:
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
+    return torch.tensor([ids], device=runtime.device())
+
+
+def _continuation(tokenizer: Tokenizer, new: torch.Tensor, prompt: str) -> str:
+    """Text of the new tokens behind a prompt, [1, T], without those that end it."""
     tokens = (token for token in new[0].tolist() if token != tokenizer.eos_id)
     return tokenizer.decode(tokens, continues=bool(prompt))
 
@@ -136,18 +179,19 @@ def evaluate_run(
     data: str | None = None,
     max_tokens: int | None = None,
     base: Path | None = None,
+    weights: Weights = "trained",
 ) -> Evaluation:
     """Measures the held-out loss of a trained model.
 
     Args:
         data: folder or URL of a data set; None: the folder of the training.
         max_tokens: most tokens read; None: as many as at the end of the training.
-        base: as in `load_trained`.
+        base, weights: as in `load_trained`.
     Raises:
-        StateError: if there is no checkpoint.
+        StateError: if there is no checkpoint, or no average that is asked for.
         DataError: if the data set is missing, damaged, or of another tokenizer.
     """
-    run = load_trained(source, base=base)
+    run = load_trained(source, base=base, weights=weights)
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
     length = run.config.training.sequence_length

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile, Weights
 from cdrmix.checkpoint.files import FileRecord
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.trained_run import checkpoint_place, config_of, newest_checkpoint
@@ -68,7 +68,7 @@ def export_run(
     checkpoint: str = "last",
     max_shard_bytes: int = 5 * 10**9,
     format: str = "hf",
-    weights: str = "trained",
+    weights: Weights = "trained",
     base: Path | None = None,
 ) -> Exported:
     """Writes a checkpoint of a run as a folder for other programs, in the run's own precision.
@@ -81,20 +81,19 @@ def export_run(
         max_shard_bytes: most bytes of tensors in one file; GGUF has one.
         format: `hf`, `fla` or `gguf` for the whole model, with adapters merged into its weights;
             `peft` for adapters alone.
-        weights: `trained`, or `ema` for their average, which no run keeps.
+        weights: `trained`, or `ema` for the average that a run with training.ema_decay keeps.
         base: folder of the base of adapters that `hf` merges; None: where the run has read it.
     Raises:
-        StateError: if there is no such checkpoint, it is damaged or of another model, the format
-            cannot hold that model, or `out` exists or cannot be written.
+        StateError: if there is no such checkpoint, it is damaged or of another model, it holds no
+            average that is asked for, the format cannot hold that model, or `out` exists or cannot
+            be written.
         DataError: if its tokenizer is damaged.
     """
     _refuse_existing(out)
     found = newest_checkpoint(checkpoint_place(source, checkpoint))
-    if weights != "trained":
-        raise StateError(
-            f"{source}: this run kept no average of its weights. Give --weights trained"
-        )
-    return export_checkpoint(found, out, format=format, max_shard_bytes=max_shard_bytes, base=base)
+    return export_checkpoint(
+        found, out, format=format, max_shard_bytes=max_shard_bytes, weights=weights, base=base
+    )
 
 
 def export_checkpoint(
@@ -103,6 +102,7 @@ def export_checkpoint(
     *,
     format: str,
     max_shard_bytes: int = 5 * 10**9,
+    weights: Weights = "trained",
     base: Path | None = None,
 ) -> Exported:
     """Writes a verified checkpoint on this rank alone; as `export_run` otherwise."""
@@ -113,7 +113,7 @@ def export_checkpoint(
             "names. Give another --out"
         )
     try:
-        with CheckpointFile(found.path) as reader:
+        with CheckpointFile(found.path, weights=weights) as reader:
             described = _describe(found, reader, format, base)
             _check_room(out, described.num_bytes)
             lock = out.parent / f".{out.name}.lock"

@@ -98,6 +98,7 @@ class HuggingFaceRun:
         self.checkpoint = checkpoint
         self.dtype = DTYPES[config.training.precision]
         self._state = reader.state
+        self._weights = reader.weights
         self._config = config
         self._source = source
         self._folder = Path(str(config.model.path))
@@ -145,6 +146,7 @@ class HuggingFaceRun:
             self._config,
             tokenizer_digest=str(self._state.get("tokenizer")),
             left_out=self.left_out,
+            weights=self._weights,
         )
         metadata["base"] = self._base()
         texts = {

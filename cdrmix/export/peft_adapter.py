@@ -62,6 +62,7 @@ class RunAdapters:
     Attributes:
         config: of the run.
         base: folder, digest and family of the base, as the run recorded them.
+        weights: `trained`, or `ema`, their average.
     """
 
     def __init__(self, reader: CheckpointFile, config: Config) -> None:
@@ -77,6 +78,7 @@ class RunAdapters:
         assert config.model.lora is not None, "asked for adapters alone"
         self.config = config
         self.base = recorded_base(reader.state, reader.path)
+        self.weights = reader.weights
         self._reader = reader
         causal = skeleton(Path(str(config.model.path)), config.model.remote_code)
         self._model = add_adapters(causal, config.model.lora, seed=config.training.seed)
@@ -98,7 +100,7 @@ class RunAdapters:
 
     def factor(self, name: str) -> Tensor:
         """Reads one factor by its logical name, float32."""
-        return self._reader.full(name)
+        return self._reader.full(name, self._reader.content_kind(name))
 
     def tensors(self) -> dict[str, Tensor]:
         """Reads all factors, float32, under the names that peft gives them in files."""
@@ -214,6 +216,7 @@ class AdapterExport:
             self._adapters.config,
             tokenizer_digest=str(self._state.get("tokenizer")),
             left_out=self.left_out,
+            weights=self._adapters.weights,
         )
         base = self._adapters.base
         metadata["base"] = {

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from cdrmix import __version__
+from cdrmix.checkpoint.checkpoint_file import Weights
 from cdrmix.checkpoint.files import MANIFEST_FILE, digest, read_json
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.schema import Config
@@ -17,8 +18,13 @@ from cdrmix.monitoring.sinks import read_metrics
 
 METADATA_FILE = "training_metadata.json"
 CARD_FILE = "README.md"
-# Of a logged step: these say something about the model, others about the machine.
-_METRICS = ("loss", "tokens_seen", "eval/loss", "eval/perplexity", "eval/bits_per_byte")
+# Of a logged step, by the exported weights: these say something about the model, others about the
+# machine.
+_METRICS: dict[Weights, tuple[str, ...]] = {
+    "trained": ("loss", "tokens_seen", "eval/loss", "eval/perplexity", "eval/bits_per_byte"),
+    "ema": ("tokens_seen", "eval/ema_loss"),
+}
+_FINAL: dict[Weights, str] = {"trained": "evaluation", "ema": "ema_evaluation"}
 
 
 def training_metadata(
@@ -28,6 +34,7 @@ def training_metadata(
     *,
     tokenizer_digest: str,
     left_out: Sequence[str],
+    weights: Weights = "trained",
 ) -> dict[str, Any]:
     """Describes the run and the checkpoint of a model, without dates and paths of the machine.
 
@@ -39,6 +46,7 @@ def training_metadata(
         config: of the run.
         tokenizer_digest: sha256 of tokenizer.json, hex.
         left_out: parts of Stage B that the checkpoint holds and the export does not.
+        weights: `ema` of an export of their average, which it then says.
     """
     path = checkpoint.path.resolve()  # its run's name, from wherever it was named
     run_dir = path.parent.parent if path.parent.name == "checkpoints" else None
@@ -58,7 +66,8 @@ def training_metadata(
             "mixture": loader.get("mixture"),
         },
         "tokenizer": {"sha256": tokenizer_digest},  # of the run; the exported one has a prefix
-        "metrics": _metrics(run_dir, checkpoint.step),
+        **({"ema_decay": config.training.ema_decay} if weights == "ema" else {}),
+        "metrics": _metrics(run_dir, checkpoint.step, weights),
         "left_out": list(left_out),
         "trained_with": {
             "cdrmix": environment.get("cdrmix"),
@@ -70,18 +79,19 @@ def training_metadata(
     }
 
 
-def _metrics(run_dir: Path | None, step: int) -> dict[str, Any]:
-    """Metrics of the last step logged up to `step`, and the final evaluation if it was of it."""
+def _metrics(run_dir: Path | None, step: int, weights: Weights) -> dict[str, Any]:
+    """Metrics of the last step logged up to `step`, and the final evaluation if it was of it, both
+    of these weights."""
     if run_dir is None or not (run_dir / "metrics.jsonl").is_file():
         return {}
     metrics: dict[str, Any] = {}
     for record in read_metrics(run_dir / "metrics.jsonl"):
         if record.get("step", step + 1) <= step:
-            metrics |= {key: record[key] for key in _METRICS if key in record}
+            metrics |= {key: record[key] for key in _METRICS[weights] if key in record}
             metrics["step"] = int(record["step"])
     summary = _json_or_nothing(run_dir, "metrics.json")
-    if summary.get("steps") == step and isinstance(summary.get("evaluation"), dict):
-        final = summary["evaluation"]
+    final = summary.get(_FINAL[weights])
+    if summary.get("steps") == step and isinstance(final, dict):
         names = ("loss", "perplexity", "bits_per_byte", "tokens")
         metrics["held_out"] = {name: final[name] for name in names if name in final}
     return metrics
@@ -129,6 +139,7 @@ def model_card(
         f"# {metadata['name']}, step {metadata['step']:,}",
         "",
         *about,
+        *_average_lines(metadata),
         "",
         *_result_lines(metadata["metrics"]),
         "## Use",
@@ -142,6 +153,14 @@ def model_card(
         "",
     ]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+
+
+def _average_lines(metadata: dict[str, Any]) -> list[str]:
+    """Line of a model card on an average of the weights; none of others."""
+    if "ema_decay" not in metadata:
+        return []
+    of = f"of decay {metadata['ema_decay']:g}"
+    return [f"* the weights are the exponential moving average, {of}, of those trained"]
 
 
 def _evaluations(metadata: dict[str, Any]) -> list[EvalResult]:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from cdrmix.config.model import MambaConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MambaConfig
 from cdrmix.models.initialize import generator, normal_, uniform_
 from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import Router, gather_rows, sort_by_expert, weighted_sum

@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.model import ModConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import ModConfig
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.initialize import normal_
 from cdrmix.models.mixer import Gathered
-from cdrmix.planning.depth import DEPTH_STATISTICS
+from cdrmix.planning.depth import DEPTH_STATISTICS, num_chosen
 
 # Of the predictor's initial share, whose logit must be finite.
 _MOST_CERTAIN = 0.99
@@ -46,12 +46,6 @@ class Decision(NamedTuple):
     is_chosen: Tensor  # [B, T]
     weights: Tensor  # of what the block adds to a token, [B, T], float32
     statistics: Tensor  # `DEPTH_STATISTICS`, [S], float32
-
-
-def num_chosen(capacity: float, length: int) -> int:
-    """Number of tokens of a row of `length` that a routed block takes: ceil(capacity * T)."""
-    # in exact arithmetic: 0.07 * 100 is above 7 in binary floats
-    return math.ceil(Fraction(str(capacity)) * length)
 
 
 class DepthRouter(nn.Module):

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.blocks.routers import NUM_TOTALS

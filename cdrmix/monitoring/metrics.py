@@ -42,12 +42,15 @@ METRICS: tuple[Metric, ...] = (
     # Under `objectives`: nats of each objective over its own labels, and fim_middle, of the middles
     # of documents rearranged for infilling, which are a part of fim. `loss` is then over all
     # labels, whatever they weigh. One of which a step had no label is left out of its line.
+    # With `model.mtp` also mtp_2 to mtp_n: nats of the token so many ahead, over its labels.
     Metric("objective/*/loss", "nats", "sum", "label of the objective"),
     Metric("objective/z_loss", "squared logarithm, unweighted", "sum", "label, by its weight"),
     Metric("objective/total", "weighted sum of these, without the routers' losses", "none"),
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
+    # Of Muon: their gradients were left out of the momentum of matrices.
+    Metric("optimizer/spikes", "steps, since the start of the run", "none"),
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
@@ -71,6 +74,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
+    Metric("health/lowerings", "times the learning rate was lowered", "none"),
     # Stage B: means over a step's lessons; the denominator is that of the mean within a lesson.
     Metric("stage_b/loss", "weighted sum of the losses below", "sum", "lesson"),
     Metric("stage_b/retrieval_loss", "nats", "sum", "segment sought"),
@@ -100,6 +104,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/operations/cache_write", "times taken", "sum", "rollout"),
     Metric("policy/retrieval_milliseconds", "ms", "sum", "retrieval", deterministic=False),
     Metric("eval/loss", "nats", "sum", "valid token"),
+    Metric("eval/ema_loss", "nats, average of the weights", "sum", "valid token"),
     Metric("eval/perplexity", "exp(nats per token)", "none"),
     Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),
     Metric("eval/seconds", "seconds", "none", deterministic=False),

@@ -40,7 +40,10 @@ _MAX_EVENTS = 50
 _UNKNOWN = "–"
 _FROM_ZERO = (0, None)  # ends of an axis
 # Parts of metrics.json that have sections of their own.
-_SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up", "cpt")
+_SHOWN_ELSEWHERE = (
+    *("evaluation", "ema_evaluation", "baselines", "samples"),
+    *("goodput", "start_up", "cpt"),
+)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -127,6 +130,8 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
         "start_up": _spendings(run.summary.get("start_up") or {}),
+        # Unknown without a configuration: then the page says what is missing.
+        "is_dense": run.config is not None and run.config.model.moe is None,
         "routing": [*_routing(run), *_mixer_routing(run)],
         "expert_layers": _expert_layers(run),
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
@@ -138,10 +143,11 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _validation(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and losses (nats per token) of all evaluations, the final one included."""
-    final = (run.summary.get("evaluation") or {}).get("loss")
-    return run.with_final(*run.series("eval/loss"), final)
+def _validation(run: RecordedRun, *, of: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and losses (nats per token) of all evaluations, the final one included; `of`
+    is `ema_` for those of the average of the weights."""
+    final = (run.summary.get(f"{of}evaluation") or {}).get("loss")
+    return run.with_final(*run.series(f"eval/{of}loss"), final)
 
 
 def _loss_figure(run: RecordedRun) -> Figure:
@@ -149,6 +155,9 @@ def _loss_figure(run: RecordedRun) -> Figure:
         Curve("training", *run.series("loss"), "c1", smooth=True),
         Curve("validation", *_validation(run), "c2"),
     ]
+    average = _validation(run, of="ema_")
+    if len(average[0]):
+        losses.append(Curve("validation of the average", *average, "c3"))
     baselines = run.summary.get("baselines") or {}
     marks = [
         Mark(f"smoothed {name} {value:.4f}", value)

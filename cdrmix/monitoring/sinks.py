@@ -55,6 +55,7 @@ _DISPENSABLE = (
 )
 _EVALUATION_FORMATS = {
     "eval/loss": "loss {:.4f}",
+    "eval/ema_loss": "of the average {:.4f}",
     "eval/perplexity": "perplexity {:.2f}",
     "eval/bits_per_byte": "{:.3f} bits/byte",
     "eval/seconds": "took {:.1f}s",

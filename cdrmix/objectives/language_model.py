@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,11 +37,14 @@ class LabelWeights:
         squares: factor on the square of the logarithm of the softmax's denominator at each label,
             [...], float32; None: no such loss.
         sums: part of each label in each of S reported sums, [..., S], float32; None: no sums.
+        heads: equal shares of the labels, one behind another, of different heads: no chunk holds
+            labels of two, so that the loss of one does not depend on others.
     """
 
     nats: Tensor | None = None
     squares: Tensor | None = None
     sums: Tensor | None = None
+    heads: int = 1
 
 
 ALL_ALIKE = LabelWeights()
@@ -53,6 +56,7 @@ class HeadLoss(NamedTuple):
     loss: Tensor  # as `LabelWeights` weighs nats and squares, scalar, with gradients
     nats: Tensor  # of each reported sum, [S], without gradients
     squares: Tensor  # of each reported sum, [S], without gradients; zeros where none weigh
+    of_heads: Tensor  # share of each head in the loss, [heads], without gradients
 
 
 class _Scores(NamedTuple):
@@ -82,6 +86,15 @@ def _sums(values: Tensor, worth: Tensor) -> Tensor:
     return (values.unsqueeze(1) * worth).masked_fill_(worth == 0, 0.0).sum(0)
 
 
+def _chunks(num_positions: int, heads: int) -> Iterator[tuple[int, slice]]:
+    """Slices of the positions, each of one head, whose number comes with it."""
+    of_head = num_positions // heads
+    for head in range(heads):
+        end = (head + 1) * of_head
+        for start in range(head * of_head, end, _CHUNK_POSITIONS):
+            yield head, slice(start, min(start + _CHUNK_POSITIONS, end))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of hidden @ weight.T, chunk by chunk over the positions.
 
@@ -98,27 +111,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         part: VocabularyPart,
         weights: LabelWeights,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = None
         if needs_weight:
             weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        nats = loss.new_zeros(0 if weights.sums is None else weights.sums.shape[-1])
+        of_heads = torch.zeros(weights.heads, dtype=torch.float32, device=hidden.device)
+        nats = of_heads.new_zeros(0 if weights.sums is None else weights.sums.shape[-1])
         squares = torch.zeros_like(nats)
-        for start in range(0, hidden.shape[0], _CHUNK_POSITIONS):
-            here = slice(start, start + _CHUNK_POSITIONS)
+        for head, here in _chunks(hidden.shape[0], weights.heads):
             rows = hidden[here]
             valid = labels[here] != IGNORED_LABEL
             scores = _score(rows, weight, labels[here], part)
             worth = valid if weights.nats is None else valid * weights.nats[here]
-            loss += (scores.nats * worth).sum()
+            of_heads[head] += (scores.nats * worth).sum()
             log_total = scores.log_total.squeeze(1)
             strength = None
             if weights.squares is not None:
                 strength = valid * weights.squares[here]
-                loss += (log_total.square() * strength).sum()
+                of_heads[head] += (log_total.square() * strength).sum()
             if weights.sums is not None:
                 measured = valid.unsqueeze(1) * weights.sums[here]
                 nats += _sums(scores.nats, measured)
@@ -144,8 +156,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad += (error.t() @ (rows * counted)).float()
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(nats, squares)
-        return loss, nats, squares
+        ctx.mark_non_differentiable(nats, squares, of_heads)
+        return of_heads.sum(), nats, squares, of_heads
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor):
@@ -185,6 +197,7 @@ def linear_losses(
         nats=None if nats is None else nats.reshape(-1),
         squares=None if squares is None else squares.reshape(-1),
         sums=None if sums is None else sums.reshape(-1, sums.shape[-1]),
+        heads=weights.heads,
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
     return HeadLoss(*_LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), part, flat))

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.planning.blocks.routers import (
     NUM_TOTALS,
     RouterPart,

@@ -32,6 +32,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
+from cdrmix.models.mtp import FurtherTokens
 from cdrmix.models.recompute import Context, Statistics, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
@@ -83,8 +84,16 @@ class PipelineStage(nn.Module):
         if topology.is_first_stage:
             self.embedding_norm = rms_norm(model)
         self.blocks = nn.ModuleDict({str(layer): block(model, layer) for layer in self.layers})
+        self.mtp: FurtherTokens | None = None
         if topology.is_last_stage:
             self.final_norm = rms_norm(model)
+            if model.mtp is not None:  # beside the copy of the embedding, which its depths read
+                self.mtp = FurtherTokens(
+                    model,
+                    block,
+                    activation_checkpointing=plan.activation_checkpointing,
+                    sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
+                )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """Runs a micro-batch of training through this stage.

@@ -41,7 +41,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
         return
     parts = topology.degrees.sequence
     part = SequencePart(topology.sequence_group, parts, index=topology.data_rank % parts)
-    form = block_type(config.model.layer_kinds()[block.layer]).sequence_form(
+    form = block_type(block.config.layer_kinds()[block.layer]).sequence_form(
         config.model,
         sequence_length=config.training.sequence_length,
         sequence=parts,

@@ -9,6 +9,7 @@ recomputed whole, or recomputed in spans of tokens (models/recompute.py).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
@@ -24,6 +25,7 @@ from cdrmix.planning.blocks.block_type import (
 )
 from cdrmix.planning.blocks.feed_forward import routed_row_bytes, saved_by_feed_forward
 from cdrmix.planning.counts import block_parameters
+from cdrmix.planning.depth import saved_by_routing, setting_inside, share_of_tokens
 from cdrmix.planning.layout import ELEMENT_BYTES, Degrees, Layout
 from cdrmix.planning.stages import stage_layers
 
@@ -61,6 +63,10 @@ class SavedActivations:
         # save input and normalised input, both in float32
         kept = 2 * 4 * self.model.hidden_size if device == "cpu" else self._stream
         self._norm = PerToken(kept + 4)
+        # The norm of a recomputed block reads its input, which is counted already, unless torch's
+        # CPU norm saves a float32 copy of it.
+        copies_input = device == "cpu" and self.element_bytes < 4
+        self._twice = 0 if copies_input else self._stream
         # blocks of each pipeline stage by their number, as `parallel/pipeline.py` builds them
         length = self.training.sequence_length
         self.stages = cache(partial(stage_layers, self.model, length))
@@ -92,8 +98,11 @@ class SavedActivations:
         tokens = self.tokens(layout)
         in_flight = self.in_flight(layout, stage)
         v_first = self._stream // degrees.tensor * tokens if self._has_v_first else 0
+        is_last = stage == degrees.pipeline - 1
+        further, unit_of_further = self._of_further_tokens(layout) if is_last else (0.0, 0.0)
         if layout.activation_checkpointing:
             inputs, unit = self._recomputed(layout, stage)
+            unit = max(unit, unit_of_further)
             total = in_flight * (inputs + v_first) + unit
         else:
             # v_first counts with the block that creates it, or is received from the stage before
@@ -101,12 +110,51 @@ class SavedActivations:
         if stage == 0:
             token_ids = PerToken(8)
             total += in_flight * (self._norm + token_ids).on(degrees) * tokens
-        if stage == degrees.pipeline - 1:
+        if is_last:
             # the loss forms the gradients of the embedding (float32) and of the hidden states
             # already in its forward pass
             total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
             total += (self._norm + PerToken(self._stream)).on(degrees) * tokens
+            total += further
         return int(total)
+
+    def _of_further_tokens(self, layout: Layout) -> tuple[float, float]:
+        """Bytes of what predicts further tokens (`models/mtp.py`), with the gradients of what the
+        head scores for them; and of one of its blocks while that is recomputed.
+
+        It is computed with the loss, of one micro-batch at a time.
+        """
+        mtp = self.model.mtp
+        if mtp is None:
+            return 0.0, 0.0
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
+        further = mtp.num_tokens - 1
+        gradients = PerToken(self._stream).on(degrees) * tokens * further
+        if mtp.kind == "independent" and mtp.head == "linear":
+            return gradients + self._stream * tokens, 0.0  # all maps have one input
+        setting = replace(self.setting, model=self.model.further_blocks())
+        kind = block_types(setting.model)[-1]
+        form = kind.sequence_form(
+            setting.model,
+            sequence_length=setting.sequence_length,
+            sequence=degrees.sequence,
+            element_bytes=self.element_bytes,
+        )
+        last = setting.model.num_layers - 1
+        block = kind.saved(setting, last, form) + saved_by_feed_forward(setting, last)
+        of_block = (block + self._norm + self._norm).on(degrees) * tokens
+        of_block += kind.saved_per_sample(setting, layout, form)
+        outside = self._norm
+        if mtp.kind == "deepseek":
+            # two norms more, the pair that is projected, and the ids of its tokens
+            outside += self._norm + self._norm + PerToken(2 * self._stream + 8)
+        total = gradients + further * outside.on(degrees) * tokens
+        if mtp.kind == "deepseek":  # two norms read the output of a depth that has a next one
+            total -= (further - 1) * self._twice * tokens
+        if not layout.activation_checkpointing:
+            return total + further * of_block, 0.0
+        return total + further * self._stream * tokens, of_block - self._twice * tokens
 
     def in_flight(self, layout: Layout, stage: int) -> int:
         """Micro-batches whose activations a stage holds at a time.
@@ -124,10 +172,19 @@ class SavedActivations:
         for layer, number in Counter(self._like[layer] for layer in layers).items():
             form = self.sequence_form(layer, degrees)
             mixer, feed_forward = self._halves_of(layer, form)
-            per_token = (mixer + feed_forward).on(degrees) * tokens
-            per_sample = self.types[layer].saved_per_sample(self.setting, layout, form)
-            total += number * (per_token + per_sample)
+            taken = share_of_tokens(self.model, layer) * tokens
+            inside = setting_inside(self.setting, layer)
+            per_sample = self.types[layer].saved_per_sample(inside, layout, form)
+            of_router = self._by_routing(layer, tokens, degrees)
+            total += number * ((mixer + feed_forward).on(degrees) * taken + per_sample + of_router)
         return total
+
+    def _by_routing(self, layer: int, tokens: int, degrees: Degrees) -> float:
+        """Bytes that Mixture of Depths saves around a block of a micro-batch of `tokens`."""
+        if layer not in self.model.routed_layers():
+            return 0.0
+        copies, row, taken = saved_by_routing(self.setting, layer)
+        return copies + (row + share_of_tokens(self.model, layer) * taken.on(degrees)) * tokens
 
     def segment_mask(self, layout: Layout) -> int:
         """Bytes of the mask that separates the documents of a sample in one attention layer."""
@@ -143,11 +200,7 @@ class SavedActivations:
         degrees = layout.degrees
         tokens = self.tokens(layout)
         spans, span = self.spans(layout)
-        stream = self._stream
-        # The norm reads the block's input, which is counted already, unless torch's CPU norm
-        # saves a float32 copy of it.
-        copies_input = self.device == "cpu" and self.element_bytes < 4
-        twice = 0 if copies_input else stream
+        stream, twice = self._stream, self._twice
         borders = (spans - 1) * layout.micro_batch_size
         inputs = unit = 0.0
         layers = self.stages(degrees.pipeline)[stage]
@@ -155,9 +208,15 @@ class SavedActivations:
             kind = self.types[layer]
             form = self.sequence_form(layer, degrees)
             mixer, feed_forward = (half.on(degrees) for half in self._halves_of(layer, form))
-            per_sample = kind.saved_per_sample(self.setting, layout, form)
+            per_sample = kind.saved_per_sample(setting_inside(self.setting, layer), layout, form)
             inputs += number * stream * tokens
-            if spans == 1:
+            if layer in self.model.routed_layers():
+                # tokens are gathered from the block's input, which is counted already
+                again = stream * tokens
+                inside = (mixer + feed_forward) * share_of_tokens(self.model, layer) * tokens
+                routing = self._by_routing(layer, tokens, degrees) - again
+                unit = max(unit, inside + per_sample + routing)
+            elif spans == 1:
                 unit = max(unit, (mixer + feed_forward - twice) * tokens + per_sample)
             elif kind.carries_state and form == "whole":
                 inputs += number * kind.span_state(self.setting).on(degrees) * borders

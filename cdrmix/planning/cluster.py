@@ -155,7 +155,7 @@ class Memory:
 
     weights: int  # flat buffers of the weights
     gradients: int  # gradients that last from one micro-step to the next
-    optimizer: int  # float32 masters and both moments
+    optimizer: int  # float32 masters, both moments, and the average of the weights if there is one
     activations: int = 0  # tensors that autograd saves for the micro-batches in flight
     # temporary allocations of a step by kind, and allowances
     buffers: dict[str, int] = field(default_factory=dict)

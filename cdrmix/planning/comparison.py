@@ -299,6 +299,9 @@ def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
             f"scaling efficiency {100 * cost.scaling_efficiency:.0f} %"
         ),
     )
+    if cost.newton_schulz_flops_per_step:
+        flops = flops_text(cost.newton_schulz_flops_per_step)
+        yield "muon", f"{flops} of Newton-Schulz a step, {cost.newton_schulz_ratio:.2g} of training"
     run_time = time_text(86_400 * cost.days)
     name = "the run" if compared.plan.stage_b is None else "Stage A"
     yield name, f"{training.num_steps:,} steps, {run_time}"

@@ -14,13 +14,15 @@ from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import (
     count,
+    flops_above_layers,
     forward_flops_by_layer,
-    head_flops,
     parameters,
     trained_params,
 )
+from cdrmix.planning.depth import share_of_tokens
 from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.muon import muon_matrices, newton_schulz_flops_per_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
@@ -42,6 +44,8 @@ class Cost:
     """One optimizer step; as a dict, the plain values of `cdrmix plan --json`."""
 
     flops_per_step: int  # of the model, all ranks, no recomputation
+    newton_schulz_flops_per_step: int  # of Muon, all ranks; 0 without
+    newton_schulz_ratio: float  # of those to the FLOPs of the model
     compute_seconds: float  # of the busiest stage over all micro-steps, recomputation included
     communication_bytes: dict[str, int]  # payload by purpose, of the busiest rank
     communication_seconds: dict[str, float]  # time by purpose, of the busiest rank
@@ -90,9 +94,12 @@ class CostModel:
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
         self.trained_params = trained_params(self.model)
-        forward = sum(self.layer_flops) + head_flops(self.model)
+        self.flops_above = flops_above_layers(self.model, length)
+        forward = sum(self.layer_flops) + self.flops_above
         # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
         self.passes = self.counts.train_flops_per_token / forward
+        self.muon_elements = muon_matrices(config)[1]
+        self.newton_schulz = newton_schulz_flops_per_step(config)
         self.peak = cluster.peak_flops[self.training.precision]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
         for p in parameters(self.model):
@@ -110,7 +117,7 @@ class CostModel:
         if degrees.sequence > 1:
             for stage, layers in enumerate(stages):
                 forward[stage] += self._flops_of_passed_states(layers, degrees)
-        forward[-1] += head_flops(self.model)
+        forward[-1] += self.flops_above
         passes = self.passes + (1 if layout.activation_checkpointing else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
@@ -123,12 +130,17 @@ class CostModel:
         if layout.offloads_optimizer:
             shared = sum(self._held_by_fullest(degrees).values()) / degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
+        # of Muon's matrices each is orthogonalised on one rank, and they are shared out evenly
+        ranks = self.cluster.world_size
+        once += self.newton_schulz / (ranks * self.peak * KERNEL_EFFICIENCY)
         # the last stage starts after pipeline - 1 micro-steps of the others
         seconds = (compute + passing) * (steps + pipeline - 1) + once
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
         return Cost(
             flops_per_step=self.counts.train_flops_per_token * tokens,
+            newton_schulz_flops_per_step=self.newton_schulz,
+            newton_schulz_ratio=self.newton_schulz / (self.counts.train_flops_per_token * tokens),
             compute_seconds=compute * steps,
             communication_bytes={kind: payload for kind, (payload, _) in traffic.items()},
             communication_seconds={kind: taken for kind, (_, taken) in traffic.items()},
@@ -164,7 +176,7 @@ class CostModel:
             assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
             rows = stream * self.model.moe.top_k / tensor
             stages = self.memory.stages(degrees.pipeline)
-            layers = max(sum(map(self.model.has_experts, stage)) for stage in stages)
+            layers = max(sum(map(self._share_to_experts, stage)) for stage in stages)
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
         if tensor > 1:
@@ -196,15 +208,20 @@ class CostModel:
         """
         stages = self.memory.stages(layout.degrees.pipeline)
         layers = max(stages, key=len)
+        shares = sum(share_of_tokens(self.model, layer) for layer in layers)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
-        mixers = len(layers) * (3 if layout.activation_checkpointing else 2)
-        of_experts = sum(map(self.model.has_experts, layers))
-        dense = len(layers) - of_experts
+        mixers = shares * (3 if layout.activation_checkpointing else 2)
+        of_experts = sum(map(self._share_to_experts, layers))
+        dense = shares - of_experts
         partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
         # log total and label's score of each position, float32
         scores = 8 * self.activations.tokens(layout) * layout.degrees.tensor
         summed = (mixers + 2 * dense + ends) * stream + partial
-        return summed, 2 * of_experts * stream + scores
+        return int(summed), int(2 * of_experts * stream + scores)
+
+    def _share_to_experts(self, layer: int) -> float:
+        """Share of the tokens that meet the experts of a layer; 0 where it has none."""
+        return self.model.has_experts(layer) * share_of_tokens(self.model, layer)
 
     def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
         """Forward FLOPs per token of a stage by which states cross sequence ranks."""
@@ -259,6 +276,8 @@ class CostModel:
                 "gradients_reduce_scatter": steps * self.size * self.trained_params,
                 "weights_all_gather": self.size * (steps * each_micro_step + once),
             }
+            if self.muon_elements:  # in float32 to the ranks that orthogonalise them, and back
+                payloads["muon_all_to_all"] = 8 * self.muon_elements // degrees.data
             share = (1 - 1 / degrees.data) / self._bandwidth(degrees.data)
             return {kind: (payload, payload * share) for kind, payload in payloads.items()}
         reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps

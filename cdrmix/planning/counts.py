@@ -27,7 +27,8 @@ class Counts(NamedTuple):
     # all parameters, also adapters; a tied embedding and head are counted once
     total_params: int
     # parameters used by one token: of the experts top_k per layer, and the whole embedding, which
-    # the head multiplies with
+    # the head multiplies with; without those that predict further tokens, which decoding can do
+    # without
     active_params: int
     train_flops_per_token: int  # forward and backward of one token without recomputation
 
@@ -38,11 +39,13 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
     Of a reasoning variant this is the backbone of Stage A; `stage_b_params` counts the rest.
     """
     total = params_by_part(model).total()
-    forward = sum(forward_flops_by_layer(model, sequence_length)) + head_flops(model)
+    forward = sum(forward_flops_by_layer(model, sequence_length))
+    forward += flops_above_layers(model, sequence_length)
     # the backward pass has twice the FLOPs of the forward pass, but for the gradients of frozen
     # matrices, which are not formed
     trained = 3 * forward - _frozen_flops(model)
-    active = sum(_used_elements(model, parameter) for parameter in parameters(model))
+    used = (parameter for parameter in parameters(model) if parameter.part != "mtp")
+    active = sum(_used_elements(model, parameter) for parameter in used)
     return Counts(total, active, train_flops_per_token=trained)
 
 
@@ -85,6 +88,35 @@ def _backbone(model: ModelConfig) -> Iterator[Parameter]:
         for each in block_parameters(model, layer):
             yield each._replace(name=f"blocks.{layer}.{each.name}", layer=layer)
     yield Parameter("final_norm.weight", (width,), "norms")
+    yield from further_parameters(model)
+
+
+def is_further(name: str) -> bool:
+    """Tells if a logical name is of a part that predicts further tokens."""
+    return name.startswith("mtp.")
+
+
+def further_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Parameters that predict further tokens (`models/mtp.py`), in the order of the module."""
+    if model.mtp is None:
+        return
+    width = model.hidden_size
+    sizes = model.further_blocks()
+    block = [
+        each._replace(name=f"block.{each.name}", part="mtp")
+        for each in block_parameters(sizes, model.num_layers)
+    ]
+    final = Parameter("final_norm.weight", (width,), "mtp")
+    if model.mtp.kind == "deepseek":
+        norms = [Parameter(f"{name}_norm.weight", (width,), "mtp") for name in ("hidden", "token")]
+        own = [*norms, Parameter("projection.weight", (width, 2 * width), "mtp"), *block, final]
+    elif model.mtp.head == "block":
+        own = [*block, final]
+    else:
+        own = [Parameter("map.weight", (width, width), "mtp")]
+    for place in range(2, model.mtp.num_tokens + 1):
+        for each in own:
+            yield each._replace(name=f"mtp.{place}.{each.name}")
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -173,6 +205,20 @@ def _frozen_flops(model: ModelConfig) -> int:
         return 0
     frozen = (each for each in parameters(model) if not each.is_trained and each.layer is not None)
     return sum(_used_flops(model, each) for each in frozen) + head_flops(model)
+
+
+def flops_above_layers(model: ModelConfig, sequence_length: int) -> int:
+    """Forward FLOPs per token of what the last pipeline stage computes behind its layers: the head,
+    and each further token's part with the head once more."""
+    if model.mtp is None:
+        return head_flops(model)
+    further = model.mtp.num_tokens - 1
+    matrices = sum(_used_flops(model, parameter) for parameter in further_parameters(model))
+    mixing = 0
+    if model.mtp.kind == "deepseek" or model.mtp.head == "block":
+        sizes = model.further_blocks()
+        mixing = _mixing_flops(sizes, sequence_length)[-1]
+    return (1 + further) * head_flops(model) + matrices + further * mixing
 
 
 def head_flops(model: ModelConfig) -> int:

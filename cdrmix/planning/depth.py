@@ -7,9 +7,13 @@ and rows are filled up to the longest of a micro-batch, which is not counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.planning.blocks.block_type import FLOAT32_BYTES, PerToken, Setting, block_type
 from cdrmix.planning.parameter import Parameter
 
 # Sums over the tokens of a micro-batch that `DepthRouter.forward` gives, in this order.
@@ -53,3 +57,47 @@ def depth_flops(model: ModelConfig) -> int:
     if model.mod.mode == "threshold":
         return scores
     return scores + 2 * model.mod.predictor_hidden * (width + 1)
+
+
+def num_chosen(capacity: float, length: int) -> int:
+    """Number of tokens of a row of `length` that a routed block takes: ceil(capacity * T)."""
+    # in exact arithmetic: 0.07 * 100 is above 7 in binary floats
+    return math.ceil(Fraction(str(capacity)) * length)
+
+
+def share_of_tokens(model: ModelConfig, layer: int) -> float:
+    """Share of the tokens that a block takes: the capacity of a routed one, else 1."""
+    return model.mod.capacity if model.mod and layer in model.routed_layers() else 1.0
+
+
+def setting_inside(setting: Setting, layer: int) -> Setting:
+    """Setting of the block inside a routed one, on the tokens that it takes; else as it is."""
+    mod = setting.model.mod
+    if mod is None or layer not in setting.model.routed_layers():
+        return setting
+    length = num_chosen(mod.capacity, setting.sequence_length)
+    return replace(setting, sequence_length=length, is_gathered=True)
+
+
+def saved_by_routing(setting: Setting, layer: int) -> tuple[int, float, PerToken]:
+    """Bytes that a routed block saves beside the block inside: of a micro-batch, per token of whole
+    rows, and per token that it takes."""
+    model = setting.model
+    assert model.mod is not None, "only a routed block has a router"
+    stream = setting.element_bytes * model.hidden_size
+    # float32 input of router and predictor, order of the tokens, weight
+    row = FLOAT32_BYTES * model.hidden_size + 8 + FLOAT32_BYTES
+    if setting.element_bytes < FLOAT32_BYTES:  # and the input that tokens are gathered from
+        row += stream
+    if model.mod.mode == "topk":  # both inner tensors of the predictor; logit, and membership
+        row += FLOAT32_BYTES * (2 * model.mod.predictor_hidden + 2)
+    # output of the block inside, and its weight in the type of the activations
+    taken = stream + setting.element_bytes
+    if setting.device == "cpu" and setting.element_bytes < FLOAT32_BYTES:
+        taken += stream  # its input, of which torch's CPU norm saves copies in float32
+    mixes = block_type(model.layer_kinds()[layer]).passes_v_first  # v_first of these tokens
+    copies = 0  # in float32, of what scores and logits are products with
+    if setting.element_bytes < FLOAT32_BYTES:
+        last = model.mod.predictor_hidden if model.mod.mode == "topk" else 0
+        copies = FLOAT32_BYTES * (model.hidden_size + last)
+    return copies, row, PerToken(taken, stream if mixes else 0)

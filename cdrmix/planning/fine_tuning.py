@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cdrmix.config.model import LoraConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.adapters import targets_of
@@ -36,7 +36,7 @@ def training_reason(config: Config, plan: Plan, cluster: Cluster) -> str:
             f"({100 * trained / total:.2g} %), in adapters of {', '.join(targets.modules)}"
             + "".join(f", {name}" for name in targets.parameters)
         )
-    return f"training {what}; weights, gradients, masters and moments are {states} over all ranks"
+    return f"training {what}; {_named(config)} are {states} over all ranks"
 
 
 def warnings_of(config: Config) -> list[str]:
@@ -94,7 +94,7 @@ def check_host(plan: Plan, config: Config, cluster: Cluster, *, available_gib: f
         plan: that will run, on `cluster`.
         available_gib: memory that processes of the host may still take.
     Raises:
-        PlanError: if weights, gradients, masters and moments alone are more than that.
+        PlanError: if weights, gradients and states of the optimizer alone are more than that.
     """
     if config.model.kind != "hf":
         return
@@ -107,7 +107,7 @@ def check_host(plan: Plan, config: Config, cluster: Cluster, *, available_gib: f
     if cluster.device == "cpu":
         limited = replace(limited, memory_gib=available_gib / cluster.gpus_per_node)
     raise PlanError(
-        f"{config.name}: {plan.describe()}: weights, gradients, masters and moments take "
+        f"{config.name}: {plan.describe()}: {_named(config)} take "
         f"{size_text(needed)} of each host, and {available_gib:,.1f} GiB are available there "
         "(MemAvailable and the limits of control groups). What to try: "
         + "; or ".join(_ways_out(config, limited))
@@ -125,6 +125,13 @@ def _ways_out(config: Config, cluster: Cluster) -> Iterator[str]:
     else:
         yield "more devices, which hold the states under ZeRO-3 without a host: --profile zero3"
         yield "more hosts, which share what --profile zero3_offload keeps on them"
+
+
+def _named(config: Config) -> str:
+    """Names what `_states` counts."""
+    if config.training.ema_decay is None:
+        return "weights, gradients, masters and moments"
+    return "weights, gradients, masters, moments and the average of the weights"
 
 
 def _states(plan: Plan) -> int:

@@ -11,7 +11,8 @@ from cdrmix.config.schema import Config, TrainingConfig
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # by precision
-# Optimizer groups, as `optimizers/adamw.py` makes them.
+# Optimizer groups, as `optimizers/adamw.py` makes them. With Muon (`optimizers/groups.py`) its
+# matrices are `matrices`, and `vectors` are all that is AdamW's.
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 
@@ -109,7 +110,7 @@ class Layout:
     activation_checkpointing: bool  # True if blocks are recomputed in the backward pass
     # tokens of a sample that are recomputed together; None: all
     sequence_checkpoint_tokens: int | None = None
-    offloads_optimizer: bool = False  # True if master weights and moments are on the host
+    offloads_optimizer: bool = False  # True if masters, moments and average are on the host
     offloads_parameters: bool = False  # True if partitions of the weights are too (ZeRO-3)
     # DeepSpeed's `reduce_bucket_size` (elements)
     bucket_elements: int = 500_000_000  # DeepSpeed's default

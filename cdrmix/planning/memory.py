@@ -5,7 +5,8 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py; tests/parity/test_m
 equal to the byte:
 
 * each parameter group is one flat buffer, padded to twice the number of ranks that partition it;
-* masters, mean and square are float32 and partitioned, also where weights are float32 already;
+* masters, mean and square, or Muon's momentum, are float32 and partitioned, also where weights
+  are float32 already; so is the average of the weights (optimizers/average.py), where one is kept;
 * bf16 with float32 accumulation under ZeRO-1 uses BF16_Optimizer: float32 gradients of all
   parameters on every rank, besides the bf16 ones of the backward pass;
 * under ZeRO-2 it has a float32 partition; without a separate accumulation type it stores every
@@ -29,10 +30,11 @@ from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.blocks.block_type import WKVForm
 from cdrmix.planning.blocks.feed_forward import feed_forward_workspace, linears
 from cdrmix.planning.cluster import GIB, Memory
-from cdrmix.planning.counts import parameters
+from cdrmix.planning.counts import further_parameters, parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
+from cdrmix.planning.muon import matrices_of, takes_muon
 from cdrmix.planning.stages import boundary_values
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
@@ -71,6 +73,7 @@ class MemoryModel:
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
+        self._of_muon: set[Group] = set()
         experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
@@ -80,10 +83,14 @@ class MemoryModel:
             if not parameter.is_trained:
                 self._frozen.append(parameter.num_elements)
                 continue
-            # as `optimizers/adamw.py` groups them
-            group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
+            # as `optimizers/adamw.py` groups them, or `optimizers/groups.py`
+            is_muon = takes_muon(parameter, config.optimizer)
+            is_matrix = is_muon if config.optimizer.kind == "muon" else len(parameter.shape) > 1
+            group: Group = "matrices" if is_matrix else "vectors"
             if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"
+            if is_muon:
+                self._of_muon.add(group)
             is_split = parameter.cut is not None
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
@@ -119,13 +126,12 @@ class MemoryModel:
             has_copy = self.config.checkpoint.background is not False
         if not has_copy:
             return memory
-        # float32 masters and both moments
         if layout.zero_stage == 3:
-            shares = [-(-elements // degrees.data) for _, elements, _ in self._parameters]
+            shares = [(g, -(-elements // degrees.data)) for g, elements, _ in self._parameters]
         else:
             held = self.held(degrees, stage)
-            shares = [-(-n // degrees.optimizer_ranks(group)) for group, n in held.items()]
-        copied = 12 * sum(shares)
+            shares = [(group, -(-n // degrees.optimizer_ranks(group))) for group, n in held.items()]
+        copied = sum(self._state_bytes(group, n, partitions=0) for group, n in shares)
         if self.device == "cuda":
             return replace(memory, checkpoint=copied)
         return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
@@ -149,6 +155,7 @@ class MemoryModel:
             keys.append("embedding_norm.weight")
         if stage == pipeline - 1:
             keys.append("final_norm.weight")
+            keys += [parameter.name for parameter in further_parameters(self.model)]
         return sum((self._parts[key] for key in keys), Counter())
 
     def _sizes(self, degrees: Degrees, group: Group) -> list[int]:
@@ -180,8 +187,8 @@ class MemoryModel:
         padded = {g: -(-n // (2 * ranks[g])) * 2 * ranks[g] for g, n in held.items()}
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
-        # float32 master, mean and square of each element
-        optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
+        optimizer = sum(self._state_bytes(g, n, partitions=1) for g, n in parts.items())
+        optimizer += self._neuron_bytes(degrees, held)
         weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())
@@ -203,6 +210,38 @@ class MemoryModel:
         host += size * (shared + self._largest(degrees) + accumulated)
         return Memory(weights, gradients, optimizer=0, host=host)
 
+    def _state_bytes(self, group: Group, elements: int, *, partitions: int) -> int:
+        """Bytes of masters and optimizer state of so many elements in flat partitions.
+
+        float32 master and momentum of Muon; master, mean and square of AdamW, which counts its
+        steps in a tensor of each partition; and the average of the masters where one is kept.
+        """
+        average = 0 if self.config.training.ema_decay is None else 4 * elements
+        if group in self._of_muon:
+            return 8 * elements + average
+        return 12 * elements + average + 4 * partitions
+
+    def _neuron_bytes(self, degrees: Degrees, held: dict[Group, int]) -> int:
+        """Bytes of NorMuon's mean squares on a rank: a row's is where its matrix is owned.
+
+        A rank's share, rounded up, of the rows of what it holds: the ranks' differ by matrices.
+        """
+        optimizer = self.config.optimizer
+        if optimizer.kind != "muon" or not optimizer.neuron_norm:
+            return 0
+        rows: Counter[bool] = Counter()  # of experts, and of the rest
+        for parameter in parameters(self.model):
+            if takes_muon(parameter, optimizer):
+                number, of_each, _ = matrices_of(parameter)
+                rows[parameter.part == "experts"] += number * of_each
+        stages = degrees.pipeline
+        group: Group = "experts" if "experts" in held else "matrices"
+        of_experts = -(-rows[True] // (degrees.split_ranks(group) * stages))
+        return 4 * (
+            -(-of_experts // degrees.optimizer_ranks(group))
+            + -(-rows[False] // (degrees.data * stages))
+        )
+
     def _zero3_states(self, layout: Layout) -> Memory:
         """Bytes of weights, gradients and optimizer under ZeRO-3.
 
@@ -213,24 +252,25 @@ class MemoryModel:
         size = self.element_bytes
         frozen = sum(-(-elements // data) for elements in self._frozen)
         whole = sum(elements for elements in self._frozen if elements <= PERSISTENT_ELEMENTS)
-        shared = 0
-        sub_groups = 0  # stepped one by one, each with a step count; closed as soon as large enough
+        shared = optimizer = 0
         for group in GROUPS:
-            filled = 0
+            # stepped one by one, each with a step count; closed as soon as large enough
+            sub_groups = of_group = filled = 0
             for elements in self._sizes(Degrees(), group):
                 partition = -(-elements // data)
-                shared += partition
+                of_group += partition
                 whole += elements if elements <= PERSISTENT_ELEMENTS else 0
                 filled += partition
                 if filled >= SUB_GROUP_ELEMENTS:
                     sub_groups += 1
                     filled = 0
             sub_groups += filled > 0
+            shared += of_group
+            optimizer += self._state_bytes(group, of_group, partitions=sub_groups)
         # the partition of a single rank is whole already
         weights = size * (shared + frozen + (whole if data > 1 else 0))
         gradients = (4 if self._is_bf16 else size) * shared
-        # float32 master, mean and square of each element
-        optimizer = 12 * shared + 4 * sub_groups
+        optimizer += self._neuron_bytes(layout.degrees, self.held(layout.degrees, 0))
         host = 0
         if layout.offloads_optimizer:
             # float32 gradients for the optimizer, besides the accumulated ones
@@ -308,6 +348,9 @@ class MemoryModel:
             buffers["logits"] = chunk
             if self.model.lora is None:
                 buffers["logits"] += self.head_gradient(degrees)
+            if self.model.mtp is not None:  # what the head scores for all tokens ahead, stacked
+                stream = size * self.model.hidden_size
+                buffers["further_tokens"] = self.model.mtp.num_tokens * stream * tokens
         mask = self.activations.segment_mask(layout)
         if mask:  # booleans first, compared and cut to the lower triangle, a byte each
             buffers["segment_mask"] = 2 * mask // size

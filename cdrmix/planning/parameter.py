@@ -19,6 +19,7 @@ Part = Literal[
     "experts",
     "norms",
     "adapters",
+    "mtp",
 ]
 
 

@@ -10,13 +10,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.depth_rules import DEPTH_RULES
+from cdrmix.planning.folder_model import folder_model
+from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
+from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
-from cdrmix.planning.stages import stage_layers
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
@@ -191,49 +195,9 @@ def _clips_wrongly(combination: Combination) -> bool:
     return combination.zero_stage == 0 and combination.training.gradient_clipping > 0 and spread
 
 
-def _stages_without_experts(combination: Combination) -> list[int]:
-    """Stages without experts, if others have some."""
-    model, pipeline = combination.model, combination.degrees.pipeline
-    if model.kind == "hf" or model.moe is None or pipeline > model.num_layers:
-        return []
-    stages = stage_layers(model, combination.training.sequence_length, pipeline)
-    return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]
-
-
 def _is_unfused(combination: Combination) -> bool:
     is_half = combination.training.precision != "fp32"
     return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
-
-
-# Why a Hugging Face model is split over no axis but data, by axis.
-_HF_REASONS = {
-    "tensor": "transformers' own tensor parallelism cannot be combined with DeepSpeed, for which "
-    "it converts no weights",
-    "pipeline": "its layers are transformers' and are not cut into stages",
-    "sequence": "its attention reads all tokens of a sample on one rank",
-    "expert": "its experts are ordinary parameters, and each rank computes all of them",
-}
-_TRANSFORMERS_SOURCE = "transformers 5.23 integrations/deepspeed.py"
-
-
-def _whole_models() -> tuple[Rule, ...]:
-    """Rules that keep a Hugging Face model on data ranks, one for each other axis."""
-
-    def of_axis(axis: str, why: str) -> Rule:
-        def applies(combination: Combination) -> bool:
-            return combination.model.kind == "hf" and getattr(combination.degrees, axis) > 1
-
-        def message(combination: Combination) -> str:
-            return (
-                f"parallel.{axis} = {getattr(combination.degrees, axis)} with model.kind = hf: "
-                f"Hugging Face models run on data ranks, as {why}. Try parallel.{axis} = 1; "
-                "ZeRO-2 and ZeRO-3 share out what does not fit"
-            )
-
-        source = _TRANSFORMERS_SOURCE if axis == "tensor" else OF_RANKS
-        return Rule(f"hf-with-{axis}", applies, message, source)
-
-    return tuple(of_axis(axis, why) for axis, why in _HF_REASONS.items())
 
 
 # Settings by which DeepSpeed splits what crosses a stage boundary over tensor ranks.
@@ -286,14 +250,6 @@ RULES: tuple[Rule, ...] = (
         "a stage without MoE layers hangs: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py",
     ),
     Rule(
-        "stage-without-experts",
-        _stages_without_experts,
-        "parallel.pipeline = {x.degrees.pipeline}: stage {found[0]} of them (from 0) would have no "
-        "layer of model.moe.layers, and others have. Try fewer stages",
-        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: collectives of expert groups, in which "
-        "such a stage takes no part",
-    ),
-    Rule(
         "batch-divides",
         lambda x: (
             x.training.global_batch_size
@@ -327,8 +283,9 @@ RULES: tuple[Rule, ...] = (
         ),
         "rules of the model's size: planning/zero.py",
     ),
-    *_whole_models(),
+    *WHOLE_MODELS,
     *BLOCK_RULES,
+    *DEPTH_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,
@@ -418,6 +375,51 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed 0.19.8 runtime/engine.py: only its third stage is given the section",
     ),
     Rule(
+        "muon-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.tensor == "refuse"
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.kind = muon with parallel.tensor = {x.degrees.tensor}: a tensor rank holds a "
+        "part of a matrix, and the part of an orthogonal matrix is not orthogonal. Try "
+        "parallel.tensor = 1, or optimizer.tensor = blockwise, another algorithm, which "
+        "orthogonalises each rank's part by itself",
+        "Newton-Schulz of a part is not a part of Newton-Schulz",
+    ),
+    Rule(
+        "neuron-norm-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.neuron_norm
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.neuron_norm = true with parallel.tensor = {x.degrees.tensor}: a mean over a "
+        "row would be one over a part of it on each rank. Try parallel.tensor = 1, or "
+        "optimizer.neuron_norm = false",
+        "NorMuon, arXiv 2510.05491: one mean square for each row",
+    ),
+    Rule(
+        "muon-with-adapters",
+        lambda x: x.config.optimizer.kind == "muon" and x.model.lora is not None,
+        "optimizer.kind = muon with model.lora: the factors of an adapter are AdamW's, and no "
+        "matrix would be left to Muon. Try optimizer.kind = adamw",
+        "an orthogonalised factor moves the product of two factors by its square",
+    ),
+    Rule(
+        "muon-of-an-unknown-family",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.model.kind == "hf"
+            and not folder_model(x.model).is_known
+        ),
+        "optimizer.kind = muon with a model of another family than "
+        + ", ".join(TESTED_FAMILIES)
+        + ": nothing tells embedding, routers and convolutions from the matrices that Muon is "
+        "for. Try optimizer.kind = adamw",
+        THIS_VERSION,
+    ),
+    Rule(
         "partly-offloaded",
         lambda x: (
             x.offloads("offload_optimizer")
@@ -477,6 +479,12 @@ WARNINGS: tuple[Rule, ...] = (
             f"training.warmup_steps = {x.training.num_steps // 10}"
         ),
         "linear warm-up, then cosine",
+    ),
+    Rule(
+        "dear-newton-schulz",
+        lambda x: bool(ratio_warning(x.config)),
+        lambda x: ratio_warning(x.config),
+        "5 (4 n^2 m + 2 n^3) FLOPs of an n x m matrix, once a step whatever the batch",
     ),
     Rule(
         "half-precision-on-cpu",

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.model import ModelConfig, MoEConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig
 from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
@@ -164,6 +165,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "ffn_activation": model.ffn_activation,
         "mamba": model.mamba and model.mamba.model_dump(),
         "routing_mamba": model.routing_mamba and model.routing_mamba.model_dump(),
+        "mtp": model.mtp and model.mtp.model_dump(),
         **_small_layers(model, degrees),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}

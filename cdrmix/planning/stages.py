@@ -6,16 +6,16 @@ from itertools import accumulate, pairwise
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.planning.blocks.block_type import is_v_first_made
-from cdrmix.planning.counts import forward_flops_by_layer, head_flops
+from cdrmix.planning.counts import flops_above_layers, forward_flops_by_layer
 from cdrmix.planning.layout import Degrees
 
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
     """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block."""
     flops = forward_flops_by_layer(model, sequence_length)
-    head = head_flops(model)  # computed by the last stage
+    above = flops_above_layers(model, sequence_length)  # computed by the last stage
     reached = list(accumulate(flops))
-    share = (reached[-1] + head) / pipeline
+    share = (reached[-1] + above) / pipeline
     cuts = [0]
     for stage in range(1, pipeline):
         open_cuts = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)

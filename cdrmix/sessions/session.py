@@ -203,7 +203,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
 
         base_model.begin(start, engine, checkpoint)
     if source is not None:
-        start.start_from = take_weights(engine, source)
+        start.start_from = take_weights(engine, source, config.model)
     start.start_up.done("engine")
     if old is not None and config.cpt is not None and config.cpt.writes_replay:
         replay = own_replay(start, corpus, topology, engine, checkpoint)

@@ -78,6 +78,8 @@ def _set_up(
         # Before the engine: DeepSpeed copies masters and frozen weights from what it wraps.
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         state = reader.state
+        if reader.has_average:
+            logger.info("Stage B: it begins with the trained weights, not with their average")
     course = make_course(config, backbone, corpus)
     clip = Clip(config, topology)
     start.start_up.done("model")
@@ -93,7 +95,8 @@ def _set_up(
     is_frozen = training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
     optimizer = partial(stage_b_adamw, clip=clip)
-    engine = start_engine(model, config, plan, topology, optimizer=optimizer)
+    # The average of the weights, if there is one, is of Stage A alone.
+    engine = start_engine(model, config, plan, topology, optimizer=optimizer, averages=False)
     start.start_up.done("engine")
     loader = LessonLoader(
         course,

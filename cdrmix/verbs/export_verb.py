@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag
+from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag, add_weights_flag
 
 
 def add_export(verbs: Verbs) -> None:
@@ -31,8 +31,7 @@ def add_export(verbs: Verbs) -> None:
     formats = "hf: Hugging Face transformers (default); fla: flash-linear-attention; gguf: GGUF; "
     formats += "peft: the adapters of model.lora alone"
     flag("--format", choices=("hf", "fla", "gguf", "peft"), help=formats)
-    average = "trained (default), or ema, their average"
-    flag("--weights", choices=("trained", "ema"), help=average)
+    add_weights_flag(parser)
     shard = "most GiB of weights in one file; default 5 GB"
     flag("--max-shard-gib", type=_gib, metavar="G", help=shard)
     add_base_flag(parser)
@@ -83,6 +82,7 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
 
 def _write(arguments: argparse.Namespace) -> None:
     from cdrmix.export.exported_run import export_run
+    from cdrmix.export.rwkx_run import FURTHER
 
     limit = {} if arguments.max_shard_gib is None else {"max_shard_bytes": arguments.max_shard_gib}
     exported = export_run(
@@ -94,9 +94,12 @@ def _write(arguments: argparse.Namespace) -> None:
         base=arguments.base,
         **limit,
     )
-    if exported.left_out:
-        parts = ", ".join(exported.left_out)
+    stage_b = [part for part in exported.left_out if part != FURTHER]
+    if stage_b:
+        parts = ", ".join(stage_b)
         print(f"The run's parts of Stage B ({parts}) are left out: this format has no place for it")
+    if FURTHER in exported.left_out:
+        print("The parts for further tokens (model.mtp) are left out: this format has none")
     if exported.is_widened:
         print("Written at twice the width: LayerNorm then gives RMSNorm (docs/models.md, Formats)")
     print(

@@ -136,6 +136,15 @@ def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=_which, metavar="best|last|STEP", help=which)
 
 
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --weights, which is None where it is not given."""
+    average = (
+        "`trained` (default), or `ema`, the average of the weights that a run with "
+        "training.ema_decay keeps"
+    )
+    parser.add_argument("--weights", choices=("trained", "ema"), help=average)
+
+
 def add_base_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --base, which is None where it is not given."""
     folder = (

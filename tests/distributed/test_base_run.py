@@ -38,6 +38,7 @@ training:
   learning_rate: 3.0e-3
   min_learning_rate: 1.0e-3
   warmup_steps: 1
+  ema_decay: 0.4
 data: {{path: {data}}}
 checkpoint: {{every_steps: 2}}
 evaluation: {{final_tokens: 512, sample_tokens: 4, baselines: false}}
@@ -104,6 +105,25 @@ def test_export_and_evaluation_need_no_base(trained: Trained, tmp_path: Path) ->
     assert torch.equal(exported(ids).logits, ours.logits(ours(ids).hidden))
     evaluation = json.loads((trained.run_dir / "metrics.json").read_text())["evaluation"]
     measured = evaluate_run(trained.run_dir, max_tokens=512)
+    assert measured.loss == pytest.approx(evaluation["loss"], abs=1e-5)
+
+
+def test_the_average_of_the_weights_is_exported_in_the_names_of_the_base(
+    trained: Trained, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export_run(trained.run_dir, out, weights="ema")
+    assert set(tensor_sizes(out)) == trained.names
+    exported = AutoModelForCausalLM.from_pretrained(out).eval()
+    ids = torch.arange(300, 332)[None]
+    of_average, of_trained = (
+        model.logits(model(ids).hidden)
+        for model in (load_trained(trained.run_dir, weights=w).model for w in ("ema", "trained"))
+    )
+    assert torch.equal(exported(ids).logits, of_average)
+    assert not torch.equal(of_average, of_trained), "control"
+    evaluation = json.loads((trained.run_dir / "metrics.json").read_text())["ema_evaluation"]
+    measured = evaluate_run(trained.run_dir, max_tokens=512, weights="ema")
     assert measured.loss == pytest.approx(evaluation["loss"], abs=1e-5)
 
 

@@ -14,10 +14,12 @@ import torch
 import yaml
 
 from cdrmix import runtime
+from cdrmix.checkpoint import store
 from cdrmix.checkpoint.files import read_json
 from cdrmix.monitoring.sinks import read_metrics
+from tests.distributed import test_resume
 from tests.equal_runs import assert_equal_runs
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 from tests.hf_models import make_folder
 from tests.hf_runs import CLIPPING, Case, make_config, plain_steps, run_steps, start
 from tests.small_run import before_step
@@ -46,6 +48,8 @@ CASES = [
     Case("qwen3_moe", profile="zero2"),
     Case("nemotron_h", profile="zero2_offload"),
     Case("nemotron_h", profile="zero3", recompute=True),
+    # A loss of several means, and a z-loss.
+    Case("llama", profile="zero3", objectives=True),
     # Not tested elsewhere: its check runs in the engine, before training.
     Case("olmo2", profile="zero2"),
     Case("olmo2", profile="zero3"),
@@ -145,15 +149,16 @@ def trained(models: Path) -> dict[Case, list[tuple[float, float]]]:
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Callable[[str], list[tuple[float, float]]]:
+def plain(models: Path) -> Callable[[Case], list[tuple[float, float]]]:
     """Losses and norms of a family by plain torch, computed once."""
     done: dict[str, Any] = {}
 
-    def steps(family: str) -> Any:
-        if family not in done:
-            folder = folder_of(models, family)
-            done[family] = plain_steps(folder, make_config(Case(family), folder))
-        return done[family]
+    def steps(case: Case) -> Any:
+        plainly = Case(case.family, objectives=case.objectives)
+        if str(plainly) not in done:
+            folder = folder_of(models, case.family)
+            done[str(plainly)] = plain_steps(folder, make_config(plainly, folder))
+        return done[str(plainly)]
 
     return steps
 
@@ -167,7 +172,7 @@ def deviations(found: Any, expected: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_plain_torch(case: Case, trained: Any, plain: Any) -> None:
-    expected = plain(case.family)
+    expected = plain(case)
     assert min(norm for _, norm in expected) > CLIPPING, "clipping must be active"
     loss, norm = deviations(trained[case], expected)
     assert loss < LOSS_TOLERANCE
@@ -176,7 +181,7 @@ def test_equals_plain_torch(case: Case, trained: Any, plain: Any) -> None:
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.broken)
 def test_the_comparison_notices(case: Case, trained: Any, plain: Any) -> None:
-    loss, norm = deviations(trained[case], plain(case.family))
+    loss, norm = deviations(trained[case], plain(case))
     assert loss > 10 * LOSS_TOLERANCE or norm > 10 * NORM_TOLERANCE
 
 
@@ -235,9 +240,11 @@ SETTINGS = {
 }
 
 
-def run(argv: list[str], stopped_before: int = 0) -> int:
-    """One rank of launch/train.py, told to stop before a step."""
+def run(argv: list[str], stopped_before: int = 0, killed_in_save: int = 0) -> int:
+    """One rank of launch/train.py, told to stop before a step, or killed while it writes one."""
     quiet()
+    if killed_in_save and int(os.environ["RANK"]) == 0:
+        test_resume.FAULTS["KILL while tensors are written"](killed_in_save)
     if stopped_before:
         before_step(stopped_before, lambda: os.kill(os.getpid(), signal.SIGTERM))
     return start_run(argv)
@@ -310,3 +317,17 @@ def test_resumed_run_is_the_uninterrupted_one(
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("loss", "grad_norm", "moe/load_balance_loss"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def test_run_killed_in_the_middle_of_a_save_goes_on_from_the_one_before(
+    command: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(run_dir, "--profile", "zero3")
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(run, 2, argv, 0, LAST, preloaded=MODULES)
+    found = store.find_newest(run_dir)
+    assert found is not None
+    assert (found.step, found.skipped) == (3, ())
+    assert run_ranks(run, 2, [*argv, "--resume", "auto"], preloaded=MODULES) == [0, 0]
+    assert_equal_runs(run_dir, uninterrupted, steps=LAST)

@@ -10,7 +10,7 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.models.backbone import logical_name
 from tests.checkpoints import copy_late
-from tests.distributed.test_layouts import CUT, ON_HOST
+from tests.distributed.test_layouts import AVERAGED, CUT, ON_HOST
 from tests.harness import run_ranks
 from tests.layouts import Case, Started, run_steps, start
 
@@ -19,10 +19,14 @@ BF16 = {"precision": "bf16"}
 CASES = {
     "zero1": Case(data=2, expert=2),
     "zero1 in bf16": Case(data=2, training=BF16),
-    "zero2": Case(data=2, profile="zero2", moe=False, accumulation=2),
+    "zero2": Case(data=2, profile="zero2", moe=False, accumulation=2, training=AVERAGED),
     "expert in bf16": Case(data=2, profile="expert", expert=2, training=BF16),
     "zero3 in sub-groups": Case(
-        data=2, moe=False, profile="zero3", zero=CUT | {"sub_group_size": 1}
+        data=2,
+        moe=False,
+        profile="zero3",
+        zero=CUT | {"sub_group_size": 1},
+        training=AVERAGED,
     ),
     "zero3_offload in bf16": Case(data=2, moe=False, profile="zero3_offload", training=BF16),
     "zero2_offload": Case(data=2, profile="zero2_offload", expert=2),

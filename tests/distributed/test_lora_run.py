@@ -37,6 +37,7 @@ training:
   learning_rate: 1.0e-2
   min_learning_rate: 1.0e-3
   warmup_steps: 1
+  ema_decay: 0.4
 data: {{path: {data}}}
 checkpoint: {{every_steps: 2}}
 evaluation: {{final_tokens: 512, sample_tokens: 4, baselines: false}}
@@ -96,6 +97,22 @@ def test_the_run_leaves_an_adapter_that_peft_loads(trained: Trained) -> None:
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(trained.base)
     assert metadata["base"]["digest"] in (folder / "README.md").read_text()
+
+
+def test_average_of_the_adapters_is_exported_alone_and_merged(
+    trained: Trained, tmp_path: Path
+) -> None:
+    run, adapter, merged = str(trained.run_dir), tmp_path / "adapter", tmp_path / "merged"
+    words = ["export", run, "--weights", "ema", "--out"]
+    assert main([*words, str(adapter), "--format", "peft"]) == 0
+    assert main([*words, str(merged)]) == 0
+    base = AutoModelForCausalLM.from_pretrained(trained.base)
+    found = scores(PeftModel.from_pretrained(base, adapter))
+    ours = load_trained(trained.run_dir, weights="ema").model
+    assert torch.equal(found, ours.logits(ours(IDS).hidden))
+    of_trained = load_trained(trained.run_dir).model
+    assert not torch.equal(found, of_trained.logits(of_trained(IDS).hidden)), "control"
+    assert (scores(AutoModelForCausalLM.from_pretrained(merged)) - found).abs().max() <= 1e-5
 
 
 def test_merged_export_is_the_run_in_the_layout_of_its_base(

@@ -21,7 +21,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.models.backbone import logical_name
 from tests.checkpoints import save_checkpoint
-from tests.distributed.test_layouts import CUT, ON_HOST, ROUTED
+from tests.distributed.test_layouts import AVERAGED, CUT, ON_HOST, ROUTED
 from tests.harness import run_ranks
 from tests.layouts import STEPS, Case, Started, deviation, run_steps, start
 
@@ -29,15 +29,17 @@ BEFORE = 3  # steps done when a run is saved
 BF16 = {"precision": "bf16"}
 
 # a sub-group per parameter: each has an optimizer step count of its own
-IN_SUB_GROUPS = Case(data=2, moe=False, profile="zero3", zero=CUT | {"sub_group_size": 1})
+IN_SUB_GROUPS = Case(data=2, moe=False, profile="zero3", zero=CUT | {"sub_group_size": 1},
+                     training=AVERAGED)  # fmt: skip
 SAVED = {
     "zero1": Case(data=2, moe=False),
+    "zero1 averaged in bf16": Case(data=2, expert=2, training=BF16 | AVERAGED),
     "zero2": Case(data=2, moe=False, profile="zero2"),
     "zero3": Case(data=2, moe=False, profile="zero3", zero=CUT),
     "zero3 in sub-groups": IN_SUB_GROUPS,
     "zero3_offload": Case(data=2, moe=False, profile="zero3_offload", zero=CUT),
     "zero3_offload in bf16": Case(data=2, moe=False, profile="zero3_offload", training=BF16),
-    "zero2_offload": Case(data=2, profile="zero2_offload", expert=2),
+    "zero2_offload": Case(data=2, profile="zero2_offload", expert=2, training=AVERAGED),
     "zero2_offload in bf16": Case(data=2, profile="zero2_offload", expert=2, training=BF16),
     "zero1 with thresholds": Case(data=2, moe=False, model=ROUTED),
     "zero1 offloaded": Case(data=2, zero=ON_HOST, accumulation=2),
@@ -49,7 +51,7 @@ MOVES = [
     ("zero3", Case(moe=False, profile="zero2_offload")),
     ("zero3", Case(data=4, moe=False, profile="zero1", accumulation=2)),
     ("zero3", Case(data=4, moe=False, profile="zero3", zero=CUT | {"sub_group_size": 1})),
-    ("zero3 in sub-groups", Case(moe=False, profile="zero3")),
+    ("zero3 in sub-groups", Case(moe=False, profile="zero3", training=AVERAGED)),
     ("zero3_offload", Case(data=2, moe=False, profile="zero2")),
     ("zero2_offload", Case(data=1, profile="zero1")),
     ("zero1 with thresholds", Case(moe=False, model=ROUTED)),
@@ -66,7 +68,8 @@ def write(started: Started, folder: Path) -> None:
 
 def load(started: Started, folder: Path) -> None:
     with CheckpointFile(folder / str(BEFORE)) as reader:
-        engine_state.load_engine(started.engine, reader, logical_name)
+        averages = "ema_decay" in started.case.training
+        engine_state.load_engine(started.engine, reader, logical_name, averages=averages)
 
 
 def go_on(started: Started) -> Ending:

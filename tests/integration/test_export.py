@@ -232,7 +232,7 @@ def test_what_a_format_or_a_run_has_not_is_refused(made: Path, tmp_path: Path) -
     refused = cdrmix(*words, "--format", "gguf", code=2).stderr
     assert "--format gguf holds dense models of RWKV blocks alone" in refused
     refused = cdrmix(*words, "--weights", "ema", code=2).stderr
-    assert "this run kept no average of its weights" in refused
+    assert "holds no average of the weights: its run had no training.ema_decay" in refused
     assert not list(tmp_path.iterdir())
 
 

@@ -51,11 +51,13 @@ class Case:
     world: int = 1
     precision: str = "fp32"
     rank: int | None = None  # of adapters; None: the whole model is trained
+    averaged: bool = False  # with an average of what is trained
     sizes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         kind = "full" if self.rank is None else "LoRA"
-        return f"{self.family} {self.profile} x{self.world} {self.precision} {kind}"
+        averaged = " averaged" if self.averaged else ""
+        return f"{self.family} {self.profile} x{self.world} {self.precision} {kind}{averaged}"
 
 
 CASES = (
@@ -64,10 +66,10 @@ CASES = (
     Case("llama-tied", "zero2_offload", precision="bf16"),
     Case("mixtral", "zero2", world=2),
     Case("mixtral", "zero3", world=2, precision="bf16", sizes=WIDE),
-    Case("nemotron_h", "zero3_offload", world=2),
+    Case("nemotron_h", "zero3_offload", world=2, averaged=True),
     Case("llama", "zero1", world=2, precision="bf16", rank=4),
     Case("llama", "zero3", world=2, precision="bf16", rank=4, sizes=WIDE),
-    Case("mixtral", "zero2", world=2, rank=4),
+    Case("mixtral", "zero2", world=2, rank=4, averaged=True),
     Case("mixtral", "zero3_offload", world=2, rank=4, sizes=WIDE),
 )
 
@@ -80,6 +82,7 @@ def make_config(
     precision: str,
     rank: int | None,
     segments: bool = False,
+    averaged: bool = False,
 ) -> Config:
     return Config.model_validate(
         {
@@ -95,6 +98,7 @@ def make_config(
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
                 "activation_checkpointing": False,
+                "ema_decay": 0.9 if averaged else None,
             },
             "data": {"path": "none", "segment_documents": segments},
         }
@@ -119,7 +123,12 @@ def measured_case(case: Case, folder: str) -> Found:
     from cdrmix.parallel.topology import make_topology
 
     config = make_config(
-        Path(folder), length=32, samples=case.world, precision=case.precision, rank=case.rank
+        Path(folder),
+        length=32,
+        samples=case.world,
+        precision=case.precision,
+        rank=case.rank,
+        averaged=case.averaged,
     )
     plan = with_small_buckets(choose(config, processes(case.world), profile=case.profile))
     topology = make_topology(plan.degrees)

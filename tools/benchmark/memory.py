@@ -44,6 +44,7 @@ class Case:
     layers: int = 4
     moe: bool = True
     mixed: bool = False  # layers listed, experts in every other one, SwiGLU
+    capacity: float | None = None  # of Mixture of Depths with predictors, in all blocks but one
     kv_heads: int | None = None
     checkpointing: bool = False
     span: int | None = None
@@ -55,6 +56,9 @@ class Case:
     sequence: int = 1
     pipeline: int = 1
     mixers: tuple[str, ...] | None = None  # block types of the layers
+    mtp: str | None = None  # multi-token prediction of three tokens: linear, block or deepseek
+    optimizer: str = "adamw"
+    averaged: bool = False  # keeps an average of the weights
 
     @property
     def readers(self) -> int:
@@ -78,6 +82,11 @@ CASES = (
     Case("MoE in some layers, SwiGLU", mixed=True, kv_heads=2),
     Case("MoE in some layers, SwiGLU, 2 tensor ranks, checkpointing", mixed=True, world=2, tensor=2,
          checkpointing=True),
+    Case("MoE, routed blocks", capacity=0.75, micro_batch=2),
+    Case("dense, routed blocks, checkpointing", moe=False, hidden=256, capacity=0.5,
+         checkpointing=True),
+    Case("MoE, bf16, routed blocks, 2 tensor ranks", precision="bf16", capacity=0.75, world=2,
+         tensor=2),
     Case("MoE, bf16, ZeRO-1", precision="bf16"),
     Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
     Case("MoE, 2 ranks, ZeRO-1", world=2),
@@ -122,6 +131,21 @@ CASES = (
     Case("Mamba, bf16, checkpointing", precision="bf16", mixers=MAMBA, checkpointing=True),
     Case("Mamba, spans, micro batch 2", mixers=MAMBA, length=512, checkpointing=True, span=64,
          micro_batch=2),
+    Case("MoE, linear heads of further tokens", mtp="linear"),
+    Case("dense, bf16, heads of further tokens with blocks", moe=False, precision="bf16",
+         mtp="block"),
+    Case("MoE, 2 ranks, deepseek depths, ZeRO-2", world=2, profile="zero2", mtp="deepseek"),
+    Case("dense, 2 tensor ranks, deepseek depths, checkpointing", world=2, tensor=2, moe=False,
+         checkpointing=True, mtp="deepseek"),
+    Case("MoE, Muon, 2 ranks, experts spread, ZeRO-2", world=2, expert=2, profile="zero2",
+         optimizer="muon"),
+    Case("MoE, bf16, Muon, ZeRO-1", precision="bf16", optimizer="muon"),
+    Case("dense, Muon, 2 ranks, ZeRO-3 offloaded", world=2, moe=False, hidden=384,
+         profile="zero3_offload", optimizer="muon"),
+    Case("MoE, bf16, 2 ranks, experts spread, ZeRO-1, averaged", precision="bf16", world=2,
+         expert=2, averaged=True),
+    Case("dense, 2 ranks, ZeRO-3, averaged", world=2, moe=False, profile="zero3", averaged=True),
+    Case("MoE, ZeRO-2 offloaded, averaged", profile="zero2_offload", averaged=True),
 )  # fmt: skip
 
 ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
@@ -153,8 +177,10 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
+                "mod": case.capacity and {"capacity": case.capacity, "mode": "topk"},
                 **listed,
                 **({"mixers": case.mixers} if case.mixers else {}),
+                "mtp": case.mtp and _further_tokens(case.mtp),
             },
             "parallel": {
                 "expert": case.expert,
@@ -173,10 +199,19 @@ def make_config(case: Case) -> Config:
                 "learning_rate": 1e-3,
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
+                "ema_decay": 0.9 if case.averaged else None,
             },
+            "optimizer": {"kind": case.optimizer},
             "data": {"path": "none"},
         }
     )
+
+
+def _further_tokens(kind: str) -> dict[str, Any]:
+    """The section mtp of a model that predicts three tokens."""
+    if kind == "deepseek":
+        return {"kind": kind, "num_tokens": 3}
+    return {"kind": "independent", "num_tokens": 3, "head": kind}
 
 
 def wkv_form() -> WKVForm:
@@ -196,6 +231,7 @@ def predicted(case: Case) -> dict[str, int]:
 
 def measured(fields: dict[str, Any]) -> dict[str, int]:
     """Measures the memory of this rank for a case; all its ranks call this."""
+    from cdrmix.engines.combination import FurtherLabels
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import micro_step
     from cdrmix.parallel.apply import build_model
@@ -211,8 +247,15 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
+    further = None
+    if config.model.mtp is not None:
+        targets = ids.unsqueeze(-1).expand(*ids.shape, config.model.mtp.num_tokens)
+        labels = targets[..., 1:].clone()
+        further = FurtherLabels(engine.module, targets, labels, [0.5, 0.5], None)
+
     def forward() -> Tensor:
-        return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
+        known = (engine, config, topology, ids, ids.clone())
+        return micro_step(*known, nats_scale=1e-3, further=further).loss
 
     if plan.zero_stage == 3:  # learns which modules follow, and makes whole what stays so
         for _ in range(ACCUMULATION):
@@ -346,7 +389,7 @@ def gradient_storages(engine: Any) -> Storages:
 
 
 def optimizer_storages(engine: Any) -> Storages:
-    """Masters, moments and step counts."""
+    """Masters, moments, averages and step counts."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     return storages([*masters(engine), *(value for value in states if torch.is_tensor(value))])
 

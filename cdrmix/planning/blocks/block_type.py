@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from cdrmix.config.model import BLOCK_TYPES, ModelConfig, RoutingMambaConfig
+from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.config.model_parts import RoutingMambaConfig
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.parameter import Parameter
 
@@ -51,6 +52,8 @@ class Setting:
     device: Literal["cuda", "cpu"]
     wkv: WKVForm  # implementation of the WKV-7 op
     segments_documents: bool  # True if documents in a sample are kept apart
+    # True of tokens that are some of their sample, each row others; `sequence_length` counts them
+    is_gathered: bool = False
 
 
 class BlockType(ABC):

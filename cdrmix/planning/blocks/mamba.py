@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cdrmix.config.model import MambaConfig, ModelConfig, RoutingMambaConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MambaConfig, RoutingMambaConfig
 from cdrmix.planning.blocks.block_type import (
     FLOAT32_BYTES,
     BlockType,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from cdrmix.config.model import ModelConfig, MoEConfig, RoutingMambaConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.planning.blocks.block_type import block_type
 
 RouterPart = Literal["mixer", "ffn"]

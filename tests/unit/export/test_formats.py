@@ -401,8 +401,10 @@ def test_without_the_package_gguf_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_average_of_the_weights_is_refused(run: tuple[Path, Backbone], tmp_path: Path) -> None:
+def test_an_average_that_the_run_has_not_is_refused(
+    run: tuple[Path, Backbone], tmp_path: Path
+) -> None:
     for name in ("hf", "fla", "gguf"):
-        with pytest.raises(StateError, match="this run kept no average of its weights"):
+        with pytest.raises(StateError, match="holds no average of the weights"):
             export_run(run[0], tmp_path / "out", format=name, weights="ema")
     assert not list(tmp_path.iterdir())

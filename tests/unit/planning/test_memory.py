@@ -213,6 +213,21 @@ def test_a_copy_of_what_a_rank_saves_is_counted(zero_stage: int) -> None:
     assert not copied.fits_host(small_host, share=0.9)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_an_average_takes_a_third_of_masters_and_moments_where_they_are(zero_stage: int) -> None:
+    moe = "model.moe=null" if zero_stage == 3 else "model.moe.top_k=2"
+    averaged = (moe, "training.ema_decay=0.999")
+    layout = arranged(8, stage=zero_stage)
+    plain, kept = (estimate("1b", layout, *given) for given in ([moe], averaged))
+    more = kept.optimizer - plain.optimizer
+    assert more == pytest.approx(plain.optimizer / 3, rel=1e-6)
+    assert kept.checkpoint == plain.checkpoint * 4 // 3
+    assert (kept.weights, kept.gradients, kept.host) == (plain.weights, plain.gradients, plain.host)
+    moved = replace(layout, offloads_optimizer=True)
+    plain, kept = (estimate("1b", moved, *given) for given in ([moe], averaged))
+    assert (kept.host - plain.host, kept.optimizer) == (more, 0)
+
+
 def test_nine_tenths_of_the_memory_may_be_filled() -> None:
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu_memory_gib=100)
     memory = Memory(80 * 2**30, 0, 0, 5 * 2**30, {"logits": 5 * 2**30})

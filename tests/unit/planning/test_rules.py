@@ -17,6 +17,7 @@ from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_divisors
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+REASON_TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
 LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 SPANS = (
@@ -45,6 +46,11 @@ def layout(
     return Combination(load_config(TINY, overrides), given, settings, "profile.json", world, device)
 
 
+def reasoning(*overrides: str) -> Combination:
+    """The same of the tiny reasoning config."""
+    return replace(layout(), config=load_config(REASON_TINY, overrides))
+
+
 _FOLDERS = TemporaryDirectory(prefix="cdrmix-rules-")
 _MIXTRAL = {
     "model_type": "mixtral",
@@ -59,10 +65,20 @@ _MIXTRAL = {
 (Path(_FOLDERS.name) / "config.json").write_text(json.dumps(_MIXTRAL))
 
 
-def hf(given: Combination) -> Combination:
+_UNKNOWN = str(Path(_FOLDERS.name) / "unknown")
+Path(_UNKNOWN).mkdir()
+(Path(_UNKNOWN) / "config.json").write_text(json.dumps({**_MIXTRAL, "model_type": "unheard_of"}))
+
+
+def hf(given: Combination, path: str = _FOLDERS.name, **changes: Any) -> Combination:
     """The same with a Hugging Face model in place of the tiny one."""
-    model = ModelConfig.model_validate({"kind": "hf", "path": _FOLDERS.name})
+    model = ModelConfig.model_validate({"kind": "hf", "path": path, **changes})
     return replace(given, config=given.config.model_copy(update={"model": model}))
+
+
+def with_adapters(given: Combination) -> Combination:
+    """The same with a Hugging Face model and its adapters."""
+    return hf(given, lora={"rank": 4})
 
 
 def broken(given: Combination) -> set[str]:
@@ -78,6 +94,27 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "tensor-divides-num-heads",
         layout("model.num_heads=2", "model.head_dim=64", "model.num_kv_heads=1", tensor=4),
         layout(tensor=4),
+    ),
+    (
+        "muon-with-tensor",
+        layout("optimizer.kind=muon", tensor=2),
+        layout("optimizer.kind=muon", "optimizer.tensor=blockwise", tensor=2),
+    ),
+    (
+        "neuron-norm-with-tensor",
+        layout(
+            "optimizer.kind=muon",
+            "optimizer.tensor=blockwise",
+            "optimizer.neuron_norm=true",
+            tensor=2,
+        ),
+        layout("optimizer.kind=muon", "optimizer.neuron_norm=true"),
+    ),
+    ("muon-with-adapters", with_adapters(layout("optimizer.kind=muon")), with_adapters(layout())),
+    (
+        "muon-of-an-unknown-family",
+        hf(layout("optimizer.kind=muon"), _UNKNOWN),
+        hf(layout("optimizer.kind=muon")),
     ),
     ("tensor-divides-num-kv-heads", layout("model.num_kv_heads=1", tensor=2), layout(tensor=2)),
     ("tensor-divides-vocab-size", layout("model.vocab_size=4097", tensor=2), layout(tensor=2)),
@@ -151,6 +188,17 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "hf-in-spans",
         hf(layout(*SPANS)),
         layout(*SPANS),
+    ),
+    (
+        "mod-with-sequence-unavailable",
+        layout("model.mod.capacity=0.5", data=2, sequence=2),
+        layout("model.mod.capacity=0.5", data=2, tensor=2),
+    ),
+    ("mod-in-spans-unavailable", layout("model.mod.capacity=0.5", *SPANS), layout(*SPANS)),
+    (
+        "mod-in-stage-b-unavailable",
+        reasoning("model.mod.capacity=0.5"),
+        reasoning("model.mod.capacity=0.5", "training.stage=a"),
     ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (
