@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 
 
 class OptimizerConfig(Section):

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 from cdrmix.data.fim_span import (
     Kind,
     middle_of_characters,

@@ -40,6 +40,14 @@ from cdrmix.engines.combination import (
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.optimizer_check import OptimizerCheck
+from cdrmix.engines.routing import (
+    Routing,
+    add_router_losses,
+    of_step,
+    router_parts,
+    routing_metrics,
+    routing_sums,
+)
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -49,26 +57,17 @@ from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
-from cdrmix.objectives.router import router_losses, router_monitors
 from cdrmix.optimizers.average import has_average
 from cdrmix.optimizers.muon import Muon
 from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
-from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
-
-
-class RouterMeasures(NamedTuple):
-    """Router statistics per token and router losses, detached and over all data ranks."""
-
-    per_token: Tensor  # [L, 2E + 3]
-    load_balance: Tensor  # scalar
-    z: Tensor  # scalar
 
 
 class MicroStep(NamedTuple):
@@ -79,7 +78,7 @@ class MicroStep(NamedTuple):
     # say, or with `objectives` not at all.
     nats: Tensor
     parts: Tensor  # `HeadLoss.nats` and `HeadLoss.squares`, one after the other, detached
-    router: RouterMeasures | None  # None for a dense model
+    routing: Routing
 
 
 def micro_step(
@@ -128,20 +127,14 @@ def loss(
     losses_of = partial(next_token_losses, embedding) if further is None else further.losses
     head = losses_of(output.hidden, labels, weights)
     loss = head.loss * nats_scale
-    moe = config.model.moe
-    statistics, router = output.router_statistics, None
-    if moe is not None and statistics is not None:
-        # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
-        per_token = mean_over_ranks(statistics, topology) / labels.numel()
-        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-        router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+    num_tokens = labels.numel()
+    loss, routing = add_router_losses(loss, output, config.model, topology, num_tokens=num_tokens)
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
     nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
     parts = torch.cat([head.nats, head.squares])
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, router)
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, routing)
 
 
 class StepResult(NamedTuple):
@@ -151,8 +144,7 @@ class StepResult(NamedTuple):
     nats: Tensor
     parts: Tensor  # as of `MicroStep`, of all micro-steps; zeros likewise
     combination: Combination
-    # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
-    router: RouterMeasures | None
+    routing: Routing  # of all micro-steps; nothing before the last pipeline stage
     seconds: float  # wall time, without the waits for data and for other ranks before it
 
 
@@ -201,17 +193,16 @@ def train_step(
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
+    move_thresholds(engine.module, config, topology, step=step)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     num_sums = 2 * combination.num_sums
     sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
-    routers = [part.router for part in parts if part.router]
-    means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
         parts=sums.to(engine.device) * float(topology.counts_tokens),
         combination=combination,
-        router=RouterMeasures(*means) if routers else None,
+        routing=of_step([part.routing for part in parts]),
         seconds=time.perf_counter() - began,
     )
 
@@ -246,14 +237,6 @@ def _pass_through_stages(
     engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
     pipeline.align_embeddings()
     return parts
-
-
-_ROUTER_METRICS = (
-    "moe/overflow_fraction",
-    "moe/routing_entropy_bits",
-    "moe/load_balance_loss",
-    "moe/z_loss",
-)
 
 
 def _warn(reader: CheckpointFile, what: str) -> None:
@@ -457,27 +440,14 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
-        moe = run.config.model.moe
         training = run.config.training
-        topology = run.topology
-        names = _ROUTER_METRICS if moe else ()
+        routing = routing_sums(run.config.model, result.routing, run.topology)
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        own = [result.nats.reshape(1), result.parts]
-        sums = torch.cat([*own, torch.zeros(len(names), device=own[0].device)]).double().cpu()
-        # One rank speaks for its pipeline stage: router statistics are means over data ranks.
-        if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
-            monitors = router_monitors(
-                result.router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
-            )
-            routing = (
-                float(monitors.overflow_fraction.mean()),
-                float(monitors.entropy_bits.mean()),
-                float(result.router.load_balance),
-                float(result.router.z),
-            )
-            sums[-len(names) :] = torch.tensor(routing, dtype=sums.dtype)
-        totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
-        nats, parts, means = totals[0], totals[1 : 1 + len(own[1])], totals[1 + len(own[1]) :]
+        own = [result.nats.reshape(1).double().cpu(), result.parts.double().cpu(), routing]
+        totals = runtime.all_reduce_sum(torch.cat(own).to(runtime.device())).tolist()
+        nats = totals[0]
+        end = 1 + len(own[1])
+        parts = totals[1:end]
         half = len(parts) // 2
         metrics = {
             "loss": nats / result.combination.tokens,
@@ -486,7 +456,7 @@ class Pretraining(Stage[Batch, StepResult]):
             "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
-            **dict(zip(names, means, strict=True)),
+            **routing_metrics(run.config.model, training.sequence_length, totals[end:]),
             **self._samples_by_domain(run),
         }
         optimizer = run.engine.optimizer.optimizer
@@ -512,10 +482,14 @@ class Pretraining(Stage[Batch, StepResult]):
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
         verdicts = [run.health.loss_known(run.step, metrics["loss"])]
-        if run.config.model.moe:
-            overflow, entropy_bits = (metrics[name] for name in _ROUTER_METRICS[:2])
+        if router_parts(run.config.model):
             verdicts.append(
-                run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+                run.health.routing_known(
+                    run.step,
+                    entropy_bits=metrics.get("moe/routing_entropy_bits"),
+                    overflow=metrics.get("moe/overflow_fraction", 0.0),
+                    mixer_entropy_bits=metrics.get("routing_mamba/routing_entropy_bits"),
+                )
             )
         return verdicts
 

@@ -62,6 +62,21 @@ def wkv7_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def mamba_rows(result: dict[str, Any]) -> list[str]:
+    """Speed of the scan's forms in a mixer, and of transformers' mixer."""
+    rows = [
+        "A forward and backward pass with 16 states, float32; transformers' mixer without kernels.",
+        "",
+        "| batch x tokens, width | form | ms CPU | times transformers' |",
+        "|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        size = f"{case['batch']} x {case['tokens']}, {case['width']}"
+        for form, time in case["milliseconds"].items():
+            rows.append(f"| {size} | {form} | {time:.1f} | {case['times_theirs'][form]:.1f} |")
+    return rows
+
+
 def step_rows(result: dict[str, Any]) -> list[str]:
     """A whole training step beside Hugging Face models."""
     demanded = {
@@ -385,6 +400,7 @@ def quality_rows(result: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
     "step": ("Training step", step_rows),
+    "mamba": ("Mamba mixer", mamba_rows),
     "moe": ("MoE feed-forward", moe_rows),
     "loader": ("Loader", loader_rows),
     "data_filters": ("Data: steps on documents", filters_rows),
