@@ -106,7 +106,7 @@ def learn(kind: Kind, rate: float, *, steps: int = STEPS, seed: int = 0) -> dict
     for step in range(steps):
         rows = _samples(train, BATCH, source)
         batch = {"input_ids": rows[None, :, :-1], "labels": rows[None, :, 1:]}
-        train_step(engine, config, topology, batch, step=step, tokens=BATCH * LENGTH)
+        train_step(engine, config, topology, batch, step=step, weights=[BATCH * LENGTH])
     seconds = time.process_time() - began
     rows = _samples(held_out, _HELD_OUT, torch.Generator().manual_seed(1))
     module = engine.module.eval()
