@@ -197,6 +197,11 @@ def add_generate(verbs: Verbs) -> None:
     flag("--max-new-tokens", type=at_least(1), help="default 128")
     flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
     flag("--seed", type=int, help="seed of the sampling; default 0")
+    ahead = (
+        "take the likeliest text, several tokens in each pass: a model with model.mtp guesses "
+        "ahead and verifies its guesses, and says how many held"
+    )
+    flag("--speculate", action="store_true", help=ahead)
     flag(
         "--memory",
         action="store_true",
@@ -231,22 +236,27 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             parser.error(
                 "--file, --question, --show-memory, --branches and --index go with --memory"
             )
-        from cdrmix.evaluation.trained import continue_text
+        from cdrmix.evaluation.trained import continue_speculating, continue_text
 
-        place = _checkpoint_place(arguments)
         settings = _SAMPLING | sampling
-        text = continue_text(
-            place,
-            arguments.prompt,
-            base=arguments.base,
-            weights=arguments.weights or "trained",
-            **settings,
-        )
+        settings |= {"weights": arguments.weights or "trained"}
+        if arguments.speculate:
+            if arguments.temperature or arguments.base:
+                parser.error(
+                    "--speculate takes the likeliest text of a model of its own head: it goes "
+                    "without --base, and with --temperature 0 alone"
+                )
+            settings = {name: settings[name] for name in ("max_new_tokens", "weights")}
+            text = continue_speculating(_checkpoint_place(arguments), arguments.prompt, **settings)
+        else:
+            place = _checkpoint_place(arguments)
+            text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
         print(arguments.prompt + text)
         return
-    if sampling or arguments.base or arguments.weights:
+    if sampling or arguments.base or arguments.weights or arguments.speculate:
         parser.error(
-            "--base, --weights, --max-new-tokens, --temperature and --seed go without --memory"
+            "--base, --weights, --max-new-tokens, --temperature, --seed and --speculate go without "
+            "--memory"
         )
     from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
     from cdrmix.stage_b.long_context import load_reader

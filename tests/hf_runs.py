@@ -14,7 +14,9 @@ from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Span
 from cdrmix.checkpoint.weight_source import WeightSource
 from cdrmix.config.hugging_face import sizes_of_folder
+from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.config.schema import Config
+from cdrmix.data.document import KINDS
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.plan import Plan
@@ -24,6 +26,7 @@ STEPS, GLOBAL_BATCH, LENGTH = 4, 4, 24
 # Sharper than that of a real model, so that a balance summed over all layers would show.
 LOAD_BALANCE_WEIGHT = 0.1
 CLIPPING = 0.5
+OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Case:
         recompute: layers run again in the backward pass.
         precision: of the run.
         zero: changes of the profile's `zero_optimization`.
+        objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name.
     """
 
@@ -44,10 +48,12 @@ class Case:
     recompute: bool = False
     precision: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
+    objectives: bool = False
     broken: str = ""
 
     def __str__(self) -> str:
         parts = [self.family, self.profile, "recomputed" if self.recompute else ""]
+        parts += ["objectives" if self.objectives else ""]
         return " ".join(filter(None, [*parts, "" if self.precision == "fp32" else self.precision]))
 
 
@@ -100,6 +106,7 @@ def make_config(case: Case, folder: Path) -> Config:
         model={"kind": "hf", "path": str(folder), **experts},
         training=training,
         data={"path": "none", "segment_documents": True},
+        objectives=OBJECTIVES if case.objectives else None,
     )
 
 
@@ -120,8 +127,9 @@ def make_plan(case: Case, config: Config, world_size: int) -> Plan:
         return choose(config, processes(world_size), profile=file.name)
 
 
-def global_batch(step: int, vocabulary: int) -> dict[str, Tensor]:
+def global_batch(step: int, config: Config) -> dict[str, Tensor]:
     """Rows of a step with some documents in each; ranks have different numbers of them."""
+    vocabulary = config.model.vocab_size
     source = torch.Generator().manual_seed(step)
     ids = torch.randint(3, vocabulary, (GLOBAL_BATCH, LENGTH + 1), generator=source)
     starts = torch.zeros(GLOBAL_BATCH, LENGTH, dtype=torch.bool)
@@ -131,7 +139,10 @@ def global_batch(step: int, vocabulary: int) -> dict[str, Tensor]:
     labels = ids[:, 1:].clone()
     # the first token of a document is not predicted
     labels[:, :-1][segments[:, 1:] != segments[:, :-1]] = -100
-    return {"input_ids": ids[:, :-1], "labels": labels, "segment_ids": segments}
+    batch = {"input_ids": ids[:, :-1], "labels": labels, "segment_ids": segments}
+    if config.objectives is not None:
+        batch["kinds"] = (segments * torch.arange(1, GLOBAL_BATCH + 1)[:, None] % len(KINDS)).byte()
+    return batch
 
 
 @dataclass(frozen=True)
@@ -163,19 +174,20 @@ def start(case: Case, folder: Path) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps, over all ranks."""
+    from cdrmix.engines.combination import own_weights
     from cdrmix.engines.stage_a import train_step
 
     config, topology, engine = started.config, started.topology, started.engine
     found = []
     for step in range(first, first + count):
-        rows = global_batch(step, config.model.vocab_size)
-        valid = float(sum_weights(rows["labels"]))
+        rows = global_batch(step, config)
+        weights = own_weights(rows, config)
         batch = {}
         for name, values in rows.items():
             by_reader = values.view(-1, runtime.world_size(), started.plan.micro_batch_size, LENGTH)
             batch[name] = by_reader[:, topology.sample_rank]
-        result = train_step(engine, config, topology, batch, step=step, tokens=valid)
-        loss = float(runtime.all_reduce_sum(result.nats.double())) / valid
+        result = train_step(engine, config, topology, batch, step=step, weights=weights)
+        loss = float(runtime.all_reduce_sum(result.nats.double())) / sum(weights)
         found.append((loss, float(engine.get_global_grad_norm())))
     return found
 
@@ -198,10 +210,10 @@ def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tup
     )
     found = []
     for step in range(count):
-        batch = global_batch(step, config.model.vocab_size)
-        nats, balance = _plain_loss(model, batch, config)
+        batch = global_batch(step, config)
+        learned, nats, balance = _plain_loss(model, batch, config)
         valid = float(sum_weights(batch["labels"]))
-        (nats / valid + balance).backward()
+        (learned + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
@@ -211,17 +223,41 @@ def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tup
     return found
 
 
-def _plain_loss(model: Any, batch: dict[str, Tensor], config: Config) -> tuple[Tensor, Tensor]:
-    """Summed nats, and the weighted load-balance loss, mean over layers."""
+def _plain_weights(batch: dict[str, Tensor], config: Config) -> tuple[Tensor, Tensor]:
+    """Weights of the nats of each label, and of the square of its softmax's denominator."""
+    valid = batch["labels"] != -100
+    objectives = config.objectives
+    if objectives is None:
+        return valid / valid.sum(), torch.zeros(valid.shape)
+    nats, learned = torch.zeros(2, *valid.shape)
+    for name in OF_TOKENS:
+        kinds = ("fim", "fim_middle") if name == "fim" else (name,)
+        of_part = torch.tensor([KINDS.index(kind) for kind in kinds])
+        here = valid & torch.isin(batch["kinds"].long(), of_part)
+        weight = getattr(objectives, name)
+        nats += weight * here / here.sum().clamp(min=1)
+        learned += weight * here
+    return nats, objectives.z_loss * learned / learned.sum()
+
+
+def _plain_loss(
+    model: Any, batch: dict[str, Tensor], config: Config
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of the labels, summed nats, and the weighted load-balance loss, mean over layers."""
     moe = config.model.moe
-    nats = torch.zeros(())
+    learned, nats = torch.zeros(2)
+    weights = torch.stack(_plain_weights(batch, config))
     scores: list[list[Tensor]] = []  # router logits by document, then by layer
-    for ids, labels, segments in zip(*batch.values(), strict=True):
+    rows = (batch[name] for name in ("input_ids", "labels", "segment_ids"))
+    for row, (ids, labels, segments) in enumerate(zip(*rows, strict=True)):
         for document in segments.unique():
             here = segments == document
             options = {"output_router_logits": True} if moe else {}
             output = model(ids[here][None], use_cache=False, **options)
-            nats = nats + F.cross_entropy(output.logits[0], labels[here], reduction="sum")
+            each = F.cross_entropy(output.logits[0], labels[here], reduction="none")
+            squares = output.logits[0].logsumexp(-1).square()
+            nats = nats + each.sum().detach()
+            learned = learned + (weights[:, row, here] * torch.stack([each, squares])).sum()
             scores.append(
                 [layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits or ()]
                 if moe
@@ -240,4 +276,4 @@ def _plain_loss(model: Any, batch: dict[str, Tensor], config: Config) -> tuple[T
         share = F.one_hot(chosen, moe.num_experts).sum((0, 1)) / chosen.numel()
         losses.append(moe.num_experts * (share * probabilities.mean(0)).sum())
     balance = torch.stack(losses).mean() * moe.load_balance_weight if moe and losses else 0 * nats
-    return nats, balance
+    return learned, nats, balance

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.objectives.language_model import sum_weights
+from cdrmix.data.document import KINDS
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -31,6 +32,16 @@ TOLERANCE = 1e-5
 # router probabilities were off by 1e-6 to 5e-6, on plain data ranks too. With 1e-6 all weights
 # stay within 5e-6.
 EPSILON = 1e-6
+# One weighs nothing. Without its share in the gradient, a wrong z-loss would not show.
+OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
+
+
+# Multi-token prediction by its name in a case.
+FURTHER: dict[str, dict[str, Any]] = {
+    "linear": {"kind": "independent", "num_tokens": 3},
+    "block": {"kind": "independent", "num_tokens": 2, "head": "block"},
+    "deepseek": {"kind": "deepseek", "num_tokens": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -40,15 +51,18 @@ class Case:
     Attributes:
         degrees: parallel degrees, of which the data degree is `data`.
         accumulation: micro-steps per step.
-        optimizer: adamw or sgd, which shows a wrong scale of gradients.
+        optimizer: adamw, muon, or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
+        further: `model.mtp`, as kind, head and number of tokens; empty: the next token alone.
+        objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
+        settings: changes of the optimizer section.
         zero: changes of the profile's `zero_optimization`.
         note: what these changes come to.
     """
@@ -65,9 +79,12 @@ class Case:
     length: int = LENGTH
     packed: bool = False
     weighted: bool = False
+    further: str = ""
+    objectives: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     note: str = ""
 
@@ -81,6 +98,8 @@ class Case:
         found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
+        found += [f"mtp {self.further}"] if self.further else []
+        found += ["objectives"] if self.objectives else []
         return found + ([self.note] if self.note else [])
 
     @property
@@ -98,7 +117,8 @@ class Case:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
+        changes = self.model | self.training | self.settings
+        kind += [f"{name}={value}" for name, value in changes.items()]
         made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
 
@@ -129,6 +149,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "vocab_size": VOCABULARY,
         "schedule": "interleave-x",
         "moe": experts if case.moe else None,
+        "mtp": FURTHER[case.further] if case.further else None,
     }
     training = {
         "max_steps": STEPS,
@@ -137,7 +158,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "micro_batch_size": case.micro_batch,
         "sequence_length": case.length,
         "precision": "fp32",
-        "learning_rate": 3e-3 if case.optimizer == "adamw" else 0.3,
+        "learning_rate": {"adamw": 3e-3, "muon": 1e-2, "sgd": 0.3}[case.optimizer],
         "min_learning_rate": 1e-3,
         "warmup_steps": 2,
         "gradient_clipping": 0.5,
@@ -151,7 +172,9 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
             for axis in ("data", "tensor", "pipeline", "sequence", "expert")
         },
         training=training | case.training,
+        optimizer={"kind": "muon" if case.optimizer == "muon" else "adamw"} | case.settings,
         data={"path": "none"},
+        objectives=OBJECTIVES if case.objectives else None,
     )
 
 
@@ -169,6 +192,24 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
         batch["segment_ids"] = starts.cumsum(1)
     if case.weighted:
         batch["weights"] = torch.rand(labels.shape, generator=source).round(decimals=1) * 2
+    if case.further:
+        num_targets = FURTHER[case.further]["num_tokens"]
+        documents = F.pad(batch.get("segment_ids", torch.zeros_like(labels)), (0, 1), value=-1)
+        documents[:, -1] = documents[:, -2]
+        targets = torch.full((*labels.shape, num_targets), -100)
+        targets[..., 0] = labels
+        for ahead in range(2, num_targets + 1):
+            same = documents[:, ahead:] == documents[:, :-ahead]
+            targets[:, : case.length + 1 - ahead, ahead - 1] = torch.where(
+                same, ids[:, ahead:], -100
+            )
+        batch["targets"] = targets
+    if case.objectives:
+        # The later a row, the rarer is text, of which the last rows have none.
+        others = torch.randint(1, len(KINDS), labels.shape, generator=source)
+        place = torch.rand(labels.shape, generator=source) * GLOBAL_BATCH
+        is_text = place > torch.arange(GLOBAL_BATCH).unsqueeze(1) + 3
+        batch["kinds"] = others.masked_fill(is_text, 0).to(torch.uint8)
     return batch
 
 
@@ -203,37 +244,58 @@ class Started:
 def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.optimizers.adamw import adamw
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)
     plan = make_plan(case, config)
     topology = make_topology(plan.degrees)
-    made = {"adamw": adamw, "sgd": sgd}[case.optimizer]
     model = build_model(config, plan, topology)
+    made = sgd if case.optimizer == "sgd" else None
     engine = start_engine(model, config, plan, topology, optimizer=made)
     return Started(case, config, topology, engine)
 
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines import stage_a
+    from cdrmix.engines.combination import Combination, own_weights, with_further_labels
+    from cdrmix.engines.further_labels import further_names
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
     for step in range(first, first + count):
-        rows, batch = global_batch(case, step), {}
-        valid = float(sum_weights(rows["labels"], rows.get("weights")))
+        rows, batch = with_further_labels(global_batch(case, step), started.config), {}
+        weights = own_weights(rows, started.config)
+        valid = sum(weights[: len(weights) - len(further_names(started.config))])
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
-            by_reader = values.view(-1, readers, case.micro_batch, case.length)
+            by_reader = values.view(-1, readers, case.micro_batch, *values.shape[1:])
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
-        counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
-        tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
-        losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
+        own = [topology.degrees.data * count for count in own_weights(batch, started.config)]
+        if case.broken == "local mean":
+            weights = own
+        if case.broken == "local further mean":
+            weights = [weights[0], *own[1:]]
+        if case.broken == "local z":
+
+            def with_local_z(
+                config: Config, weights: Any, step: int, own: Any = own
+            ) -> Combination:
+                combination = Combination(config, weights, step=step)
+                combination._worth = Combination(config, own, step=step)._worth
+                return combination
+
+            stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
+        result = stage_a.train_step(
+            *(engine, started.config, topology, batch), step=step, weights=weights
+        )
+        # Nats of further tokens are behind those of the kinds, squares behind both.
+        end = len(result.parts) // 2
+        further = result.parts[end - len(further_names(started.config)) : end]
+        nats = runtime.all_reduce_sum(result.nats.double() + further.double().sum())
+        losses.append(float(nats) / valid)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
 
@@ -258,6 +320,7 @@ def wake_blocks() -> None:
     """
     from cdrmix.models.block import Block
     from cdrmix.models.initialize import normal_
+    from cdrmix.models.mtp import LinearHead
 
     asleep = Block.initialize
 
@@ -272,7 +335,11 @@ def wake_blocks() -> None:
             for number, part in enumerate(parts, first):
                 normal_(part, 0.1, seed=1, name=f"{block.layer}.{name}.{number}")
 
+    def initialize_map(head: LinearHead, *, seed: int, name: str, std: float) -> None:
+        normal_(head.map.weight, 0.1, seed=seed, name=name)
+
     Block.initialize = initialize  # type: ignore[method-assign]
+    LinearHead.initialize = initialize_map  # type: ignore[method-assign]
 
 
 def plant(broken: str) -> None:
@@ -280,7 +347,7 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.optimizers import average
+    from cdrmix.optimizers import average, muon_layout
     from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -304,6 +371,10 @@ def plant(broken: str) -> None:
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
 
+    def not_exchanged(_: Any, __: Any, sent: Any, sizes: Any) -> Any:
+        """Zeros in place of the pieces of a matrix that other ranks hold."""
+        return [iter([torch.zeros(size) for size in of_rank]) for of_rank in sizes]
+
     def averages_apart() -> None:
         """Let the last rank's part of the average forget by another rule."""
         update, of_last = average._update, {"most": 0.9}
@@ -317,7 +388,9 @@ def plant(broken: str) -> None:
     angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
-        "local mean": lambda: None,  # planted in `train`
+        "local mean": lambda: None,  # planted in `run_steps`
+        "local further mean": lambda: None,  # there too
+        "local z": lambda: None,  # likewise
         "local statistics": lambda: setattr(
             exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),
@@ -340,6 +413,7 @@ def plant(broken: str) -> None:
         "v_first does not cross": without(1, torch.zeros_like),
         "v_first without gradient": without(1, torch.Tensor.detach),
         "statistics of the last stage": without(2, lambda _: None),
+        "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "averages apart": averages_apart,
         "tied gradients apart": lambda: setattr(
             pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []

@@ -45,9 +45,9 @@ def supported() -> list[str]:
 def _row(case: Case) -> list[str]:
     degrees = [str(getattr(case, axis)) for axis in _AXES]
     kind = "experts" if case.moe else "dense"
-    settings = {**case.model, **case.training}
+    settings = {**case.model, **case.training, **case.settings}
     changes = ", ".join([f"`{name} = {value}`" for name, value in settings.items()] + case.notes)
-    optimizer = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
+    optimizer = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}[case.optimizer]
     return [
         *degrees,
         str(case.world_size),

@@ -57,9 +57,9 @@ def before_step(step: int, act: Callable[[], Any]) -> None:
 
     original = StageB.train_step
 
-    def wrapped(self: StageB, run: Any, batch: Any, *, weight: float) -> Any:
+    def wrapped(self: StageB, run: Any, batch: Any, *, weights: Any) -> Any:
         if run.step == step:
             act()
-        return original(self, run, batch, weight=weight)
+        return original(self, run, batch, weights=weights)
 
     StageB.train_step = wrapped  # type: ignore[method-assign]

@@ -169,10 +169,13 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
             path = plain_file(self.path / name)
             try:
                 self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
-            except RuntimeError as error:  # torch maps it as if to write, which Linux limits
+            # torch maps it as if to write, which Linux limits; a limit of the process meets both
+            # safetensors' mapping, as a MemoryError, and torch's
+            except (RuntimeError, MemoryError) as error:
                 raise StateError(
                     f"{path}: cannot be mapped ({error}). A file may not be larger than memory and "
-                    "swap together: use a machine with more"
+                    "swap together: use a machine with more. `ulimit -v` tells the limit of the "
+                    "process"
                 ) from error
         return self._opened[name].get_slice(fragment["key"])[first:end]
 

@@ -29,22 +29,17 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.plain_module import Elsewhere, LogicalName, nowhere, saved_tensors
 from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
 from cdrmix.optimizers.average import AVERAGE_KINDS, begin_average, swap_average
+from cdrmix.optimizers.muon import NEURON_SQUARE, Muon
+from cdrmix.optimizers.muon_layout import Held
 from cdrmix.parallel.tensor import is_copy, shard_of
-
-LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
-# True for the logical names of frozen parameters and buffers that no checkpoint holds.
-Elsewhere = Callable[[str], bool]
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _nowhere(_: str) -> bool:
-    return False
 
 
 class _Placement(NamedTuple):
@@ -56,7 +51,7 @@ class _Placement(NamedTuple):
     is_copy: bool  # a rank outside the data group saves the same values
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Range of one parameter that lies in a partition of this rank, from `offset` on."""
 
     name: str
@@ -65,23 +60,26 @@ class _Piece(NamedTuple):
     offset: int
 
 
-class _Partition(NamedTuple):
+class Partition(NamedTuple):
     """This rank's flat share of the parameters `names`; it may hold no piece of some of them."""
 
     master: torch.nn.Parameter
     names: list[str]
-    pieces: list[_Piece]
+    pieces: list[Piece]
+    group: dict[str, Any]  # parameter group of the optimizer
+    ranks: Any  # process group whose ranks share the parameters out
 
 
 def fragments(
-    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = _nowhere
+    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = nowhere
 ) -> Iterator[Fragment]:
     """Yields this rank's part of masters, optimizer state, frozen parameters and buffers, but for
     those kept `elsewhere`. Over all ranks each element occurs exactly once. Called between two
     optimizer steps; values are views of live memory where possible: use or copy them before the
     next."""
-    states = engine.optimizer.optimizer.state
-    for partition in _partitions(engine, logical_name):
+    inner = engine.optimizer.optimizer
+    states = inner.state
+    for partition in partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
         for kind, value in {"param": partition.master, **states.get(partition.master, {})}.items():
             if torch.is_tensor(value) and value.shape == partition.master.shape:
@@ -95,6 +93,8 @@ def fragments(
                 # One rank alone holds a parameter's first logical element: that one saves it.
                 if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
+    for of, span, square in _neuron_rows(inner):
+        yield Fragment(of.name, NEURON_SQUARE, of.logical_shape[:-1], span, square)
     for is_saved, held in _untrained(engine, logical_name):
         if is_saved and not elsewhere(held.name):
             # Buffers are copied: a forward pass may change them.
@@ -129,7 +129,7 @@ def load_engine(
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
-    elsewhere: Elsewhere = _nowhere,
+    elsewhere: Elsewhere = nowhere,
     averages: bool = False,
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
@@ -138,7 +138,7 @@ def load_engine(
     `elsewhere` stays as it is. An engine that `averages` its weights takes their average too, or
     begins one at the weights of a checkpoint without; other engines leave it there. Raises
     StateError on every rank if any of them found another model or could not read."""
-    shapes = _model_shapes(engine, logical_name)
+    shapes = model_shapes(engine, logical_name)
     shapes = {name: shape for name, shape in shapes.items() if not elsewhere(name)}
     # Checked on all ranks before any of them changes its engine. A rank that failed alone would
     # leave the others in the collectives that follow.
@@ -178,7 +178,7 @@ def load_weights(
         StateError: on every rank, if names or shapes differ, or any of them could not read; a
             DataError from a folder of safetensors.
     """
-    shapes = _model_shapes(engine, logical_name)
+    shapes = model_shapes(engine, logical_name)
     runtime.together(lambda: check_source(source, shapes, fresh=fresh))
     runtime.together(lambda: _read_weights(engine, source, logical_name))
     _round_from_masters(engine)
@@ -203,51 +203,12 @@ def _use_other_weights(engine: Any) -> None:
         engine.module.align_embeddings()
 
 
-def load_module(
-    module: torch.nn.Module,
-    checkpoint: CheckpointFile,
-    logical_name: LogicalName = str,
-    *,
-    others: Container[str] = (),
-    elsewhere: Elsewhere = _nowhere,
-) -> None:
-    """Fills a plain module, with all experts in this process, from the float32 master weights, or
-    from their average if `checkpoint` was opened for it. The module is on any device, of any float
-    type, and read one tensor at a time. `logical_name`, `others` and `elsewhere` are as in
-    `load_engine`. Raises StateError if names or shapes differ."""
-    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not elsewhere(name)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_names(checkpoint, shapes, others=others)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
-
-
-def fill_module(
-    module: torch.nn.Module,
-    source: WeightSource,
-    logical_name: LogicalName = str,
-    *,
-    fresh: Container[str] = (),
-) -> None:
-    """Fills a plain module with weights from elsewhere, one tensor at a time. Arguments are as in
-    `load_weights`. Raises StateError if names or shapes differ."""
-    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_source(source, shapes, fresh=fresh)
-    with torch.no_grad():
-        for name in source.names():
-            values = source.read(name, Span.whole(Box.whole(shapes[name])))
-            tensors[name].copy_(values.view(shapes[name]))
-
-
-def _model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
+def model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
     """Logical shape of each parameter and persistent buffer of the model, by logical name;
     collective."""
     shapes = {
         logical_name(name): _placement(engine, tensor).shape
-        for name, tensor, _ in _saved_tensors(engine.module)
+        for name, tensor, _ in saved_tensors(engine.module)
     }
     if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
         parts: list[Any] = [None] * engine.grid.pipe_parallel_size
@@ -272,18 +233,11 @@ def _round_from_masters(engine: Any) -> None:
         persistent[0].all_gather(persistent)
 
 
-def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Name, tensor and kind of each parameter, and of each buffer of a module's saved state."""
-    yield from ((name, parameter, "param") for name, parameter in module.named_parameters())
-    # named_buffers lists the others, too, which a module computes anew.
-    saved = module.state_dict(keep_vars=True)
-    yield from ((name, b, "buffer") for name, b in module.named_buffers() if name in saved)
-
-
-def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
+def partitions(engine: Any, logical_name: LogicalName) -> Iterator[Partition]:
     """Partitions of this rank, in the optimizer's order."""
     names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
-    for master, parameters in _masters(engine):
+    masters = zip(_masters(engine), _groups_of_masters(engine), strict=True)
+    for (master, parameters), (group, ranks) in masters:
         pieces = []
         for param in parameters:
             if engine.zero_optimization_stage() == 3:
@@ -302,8 +256,8 @@ def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
             if numel:
                 placement = _placement(engine, param)
                 span = Span(placement.block, start, numel)
-                pieces.append(_Piece(names[id(param)], placement, span, offset))
-        yield _Partition(master, [names[id(p)] for p in parameters], pieces)
+                pieces.append(Piece(names[id(param)], placement, span, offset))
+        yield Partition(master, [names[id(p)] for p in parameters], pieces, group, ranks)
 
 
 def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parameter]]]:
@@ -320,6 +274,17 @@ def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parame
     is_bf16_optimizer = hasattr(optimizer, "bf16_groups")
     groups = optimizer.bf16_groups if is_bf16_optimizer else optimizer.bit16_groups
     return list(zip(masters, groups, strict=True))
+
+
+def _groups_of_masters(engine: Any) -> list[tuple[dict[str, Any], Any]]:
+    """Parameter group, and process group, of each of `_masters`."""
+    optimizer = engine.optimizer
+    groups = optimizer.optimizer.param_groups
+    if engine.zero_optimization_stage() == 3:
+        numbers = range(len(optimizer.fp16_groups))
+        by_number = optimizer.sub_group_to_group_id
+        return [(groups[by_number[n]], optimizer._get_sub_group_process_group(n)) for n in numbers]
+    return list(zip(groups, optimizer.real_dp_process_group, strict=True))
 
 
 def _zero3_share(parameter: Any) -> tuple[int, int]:
@@ -358,7 +323,7 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
     saves it. Values have the types, and undivided ones the shapes, of the engine."""
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
-    for name, tensor, kind in _saved_tensors(engine.module):
+    for name, tensor, kind in saved_tensors(engine.module):
         if id(tensor) in trained:
             continue
         placement = _placement(engine, tensor)
@@ -388,22 +353,22 @@ def _read(
                 continue
             values = checkpoint.read(held.name, held.kind, held.span)
             held.values.copy_(values.reshape(held.values.shape))
-    partitions = list(_partitions(engine, logical_name))
-    is_untrained = all(checkpoint.kinds(n) == ["param"] for part in partitions for n in part.names)
+    parts = list(partitions(engine, logical_name))
+    is_untrained = all(checkpoint.kinds(n) == ["param"] for part in parts for n in part.names)
     if is_untrained:  # saved before the first step: the optimizer starts anew, too
         engine.optimizer.optimizer.state.clear()
         # DeepSpeed links each parameter to its state once, at the first step that follows.
         engine.optimizer._hp_optimizer_states_linked = False
-    elif not all(engine.optimizer.optimizer.state.get(part.master) for part in partitions):
+    elif not all(engine.optimizer.optimizer.state.get(part.master) for part in parts):
         # The optimizer creates its state, in its own types, by a step that changes nothing: the
         # masters are read afterwards in any case. A rate of zero also tells gradient clipping of
         # Stage B that no part learns in this step.
         inner = engine.optimizer.optimizer
         rates = [group["lr"] for group in inner.param_groups]
-        gradients = [part.master.grad for part in partitions]
+        gradients = [part.master.grad for part in parts]
         for group in inner.param_groups:
             group["lr"] = 0.0
-        for part in partitions:
+        for part in parts:
             part.master.grad = torch.zeros_like(part.master)
         if engine.zero_optimization_stage() == 3:
             # The inner optimizer holds the master of one sub-group at a time.
@@ -413,11 +378,23 @@ def _read(
             inner.step()
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
-        for part, gradient in zip(partitions, gradients, strict=True):
+        for part, gradient in zip(parts, gradients, strict=True):
             part.master.grad = gradient
-    for partition in partitions:
+    for partition in parts:
         state = engine.optimizer.optimizer.state.get(partition.master, {})
         _read_partition(state, partition, checkpoint, averages=averages)
+    if not is_untrained:
+        for of, span, square in _neuron_rows(engine.optimizer.optimizer):
+            square.copy_(checkpoint.read(of.name, NEURON_SQUARE, span))
+
+
+def _neuron_rows(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[Held, Span, torch.Tensor]]:
+    """NorMuon's mean squares on this rank: of a parameter, the span of its rows, values."""
+    for held, first, square in optimizer.neuron_rows() if isinstance(optimizer, Muon) else ():
+        rows = Box(held.block_offset[:-1], held.shape[:-1])
+        yield held, Span(rows, first, len(square)), square
 
 
 def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) -> None:
@@ -437,7 +414,7 @@ def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) 
         for _, held in _untrained(engine, logical_name):
             if held.name in there:
                 fill(held.values, held.name, held.kind, held.span)
-        for partition in _partitions(engine, logical_name):
+        for partition in partitions(engine, logical_name):
             for piece in partition.pieces:
                 if piece.name in there:
                     target = partition.master.detach().narrow(0, piece.offset, piece.span.numel)
@@ -445,14 +422,14 @@ def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) 
 
 
 def _read_partition(
-    state: dict[str, Any], partition: _Partition, checkpoint: CheckpointFile, *, averages: bool
+    state: dict[str, Any], partition: Partition, checkpoint: CheckpointFile, *, averages: bool
 ) -> None:
     """Fills the masters of one partition and their `state`, which the optimizer has created. Raises
     StateError if another kind of optimizer, or other parameter groups, saved the checkpoint."""
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
     kept = [kind for kind in state if kind not in AVERAGE_KINDS]
     for name in partition.names:
-        saved = set(checkpoint.kinds(name)) - {"param", *AVERAGE_KINDS}
+        saved = set(checkpoint.kinds(name)) - {"param", NEURON_SQUARE, *AVERAGE_KINDS}
         if saved != set(kept):
             raise StateError(
                 f"{checkpoint.path}: {name} was saved with optimizer state {sorted(saved)}, this "
@@ -465,7 +442,7 @@ def _read_partition(
 
 
 def _fill(
-    kinds: Iterable[str], state: dict[str, Any], partition: _Partition, checkpoint: CheckpointFile
+    kinds: Iterable[str], state: dict[str, Any], partition: Partition, checkpoint: CheckpointFile
 ) -> None:
     """Reads kinds of one partition in place: its master, and what is in its `state`."""
     for kind in kinds:

@@ -71,7 +71,8 @@ def write_share(
     name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    tensors = [(f"{each.kind}/{each.name}", each.values) for each in in_file_order(fragments)]
+    keys = _keys(fragments)
+    tensors = [(keys[id(each)], each.values) for each in in_file_order(fragments)]
     files = {
         tensor_file: write_tensors(temporary / tensor_file, tensors, data),
         json_file: write_json(temporary / json_file, dict(state)),
@@ -79,7 +80,7 @@ def write_share(
     index = []
     for each in fragments:
         span = each.span
-        key = f"{each.kind}/{each.name}"
+        key = keys[id(each)]
         assert each.values.numel() == span.numel, f"{key}: values do not fill their span"
         fragment = {
             "file": tensor_file,
@@ -95,6 +96,18 @@ def write_share(
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
+
+
+def _keys(fragments: list[Fragment]) -> dict[int, str]:
+    """Key in the file of each fragment, by its id; of several of one tensor the later have their
+    start in it."""
+    keys: dict[int, str] = {}
+    taken: set[str] = set()
+    for each in fragments:
+        key = f"{each.kind}/{each.name}"
+        keys[id(each)] = f"{key}@{each.span.start}" if key in taken else key
+        taken.add(key)
+    return keys
 
 
 def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:

@@ -54,6 +54,27 @@ class CheckpointWeights(WeightSource):
         return self._checkpoint.read(name, self._checkpoint.content_kind(name), span)
 
 
+class LeftOut(WeightSource):
+    """Weights of a source without some of its names."""
+
+    def __init__(self, source: WeightSource, names: Container[str]) -> None:
+        self.path = source.path
+        self._source = source
+        self._left_out = names
+
+    def names(self) -> list[str]:
+        """Logical names of the others."""
+        return [name for name in self._source.names() if name not in self._left_out]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape."""
+        return self._source.shape(name)
+
+    def read(self, name: str, span: Span) -> Tensor:
+        """Reads a span, [span.numel]."""
+        return self._source.read(name, span)
+
+
 def check_source(
     source: WeightSource,
     shapes: Mapping[str, tuple[int, ...]],

@@ -28,7 +28,12 @@ class Section(BaseModel):
         return handler(source)
 
 
-LayerKind = Literal["rwkv", "transformer"]
+# Block types by the name that a schedule gives them, MODULE:CLASS: the one registration of a type.
+# docs/architecture.md tells how to add one.
+BLOCK_TYPES = {
+    "rwkv": "cdrmix.planning.blocks.rwkv:RWKVBlock",
+    "transformer": "cdrmix.planning.blocks.attention:AttentionBlock",
+}
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
@@ -36,7 +41,7 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta")
+_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta", "mtp")
 
 
 class MoEConfig(Section):
@@ -105,6 +110,15 @@ class MtpConfig(Section):
     """Tokens predicted at each position, the next one included (count)."""
     head: Literal["linear", "block"] = "linear"
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
+
+    @model_validator(mode="after")
+    def _head_is_of_the_kind(self) -> MtpConfig:
+        if self.kind == "deepseek" and self.head != "linear":
+            raise ValueError(
+                f"head = {self.head} is for kind = independent: a deepseek depth has a block "
+                "anyway. Leave it out"
+            )
+        return self
 
 
 class LowRankSizes(NamedTuple):
@@ -237,11 +251,35 @@ class ModelConfig(Section):
         """
         return self.kind == "rwkx" and self.moe is not None
 
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each block from the input, by `schedule` and `transformer_fraction`. Raises
-        ValueError if an interleaved fraction is not one over a whole number."""
+    def further_blocks(self) -> ModelConfig:
+        """Sizes of the blocks that predict further tokens: Transformer blocks with a dense
+        feed-forward, above the layers, with numbers, and so initial values, of their own."""
+        assert self.mtp is not None, "a model with multi-token prediction"
+        return self.model_copy(
+            update={
+                "num_layers": self.num_layers + self.mtp.num_tokens - 1,
+                "schedule": "interleave-x",
+                "transformer_fraction": 1.0,
+                "moe": None,
+                "mtp": None,
+            }
+        )
+
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
-        kinds: list[LayerKind] = ["rwkv"] * self.num_layers
+        return tuple(range(self.num_layers)) if self.moe is not None else ()
+
+    def has_experts(self, layer: int) -> bool:
+        """True if the feed-forward of a layer is of experts."""
+        return layer in self.moe_layers()
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Block type of each layer from the input, by name: of `schedule` and
+        `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
+        number."""
+        assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
+        kinds = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
             top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)

@@ -50,6 +50,14 @@ _LESSONS = Rule("alters", "refused in Stage B: the texts would differ", _in_stag
 _PHASES = Rule(
     "alters", "later phases may change; refused where it changes steps of Stage B already taken"
 )
+# What was lowered is in the checkpoint, as a factor.
+_LATER_SPIKES = Rule("alters", "may change, with a warning: counts at later spikes")
+
+_MUON_STATES = Rule(
+    "alters",
+    "refused in Stage A with optimizer.kind = muon: other states are kept",
+    lambda resumed: resumed.stage == "a" and resumed.config.optimizer.kind == "muon",
+)
 
 # Of a key, else of the section around it.
 _RULES = {
@@ -103,11 +111,22 @@ _RULES = {
     "data.mixture": Rule("alters", "refused in Stage A where it changes the order of the samples"),
     "data.token_weights": _ALTERS,
     "data.segment_documents": _ALTERS,
+    # No position depends on them: the parts of the loss are counted anew in each step.
+    "objectives": _ALTERS,
+    "optimizer": _ALTERS,
+    "optimizer.kind": Rule(
+        "alters", "refused in Stage A: AdamW's states are not Muon's", lambda r: r.stage == "a"
+    ),
+    "optimizer.experts": _MUON_STATES,
+    "optimizer.low_rank": _MUON_STATES,
+    "optimizer.neuron_norm": _MUON_STATES,
     "checkpoint": _FREE,
     "evaluation": _FREE,
     "monitoring": _FREE,
     "supervision": _FREE,
     "health": _ALTERS,
+    "health.loss_spike.rate_factor": _LATER_SPIKES,
+    "health.loss_spike.max_lowerings": _LATER_SPIKES,
     "launch": _FREE,
     "launch.environment": Rule(
         "free", "may change; a changed value is not logged, because it may be secret"

@@ -12,7 +12,11 @@ from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.model import ModelConfig, Section
-from cdrmix.config.objectives import ObjectivesConfig
+from cdrmix.config.objectives import (
+    ObjectivesConfig,
+    further_in_stage_b,
+    further_refused,
+)
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
@@ -86,7 +90,8 @@ class DataConfig(Section):
     """Shares of the domains; null: those of the recipe that built the folder, or, if it has none,
     all samples of the split once per epoch."""
     token_weights: TokenWeights | None = None
-    """Weights of tokens in the training loss; null: all alike."""
+    """Weights of tokens in the training loss, one mean over all; null: all alike. Not together with
+    objectives, whose parts are means of their own."""
     segment_documents: bool = False
     """Separate the documents of a sample: neither attention nor recurrent state crosses from one to
     the next, and the first token of a document is not predicted."""
@@ -106,8 +111,9 @@ class LossSpikeConfig(Section):
     """Loss far above its recent median. Its step is already applied when it is detected."""
 
     action: Literal["warn", "lower_rate", "rollback", "stop"] = "warn"
-    """lower_rate: multiplies the learning rate of all later steps by rate_factor. rollback: drops
-    its batch, and those since the checkpoint."""
+    """lower_rate: multiplies the learning rate of all later steps by rate_factor, and judges again
+    once half of window_steps are over. rollback: drops its batch, and those since the
+    checkpoint."""
     rate_factor: float = Field(0.5, gt=0, lt=1)
     """Factor of lower_rate (ratio)."""
     max_lowerings: int = Field(3, ge=1)
@@ -390,7 +396,8 @@ class Config(Section):
     training: TrainingConfig
     data: DataConfig
     objectives: ObjectivesConfig | None = None
-    """Weights of the parts of the loss; null: one mean over all tokens."""
+    """Weights of the parts of Stage A's loss; null: one mean over all tokens, or by
+    data.token_weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -417,7 +424,26 @@ class Config(Section):
             return self
         raise ValueError(
             "cpt is for a model that was trained before: give training.start_from, a run directory "
-            "or an export, or cpt=null"
+            "or an export; or model.kind = hf with model.path, the folder of a Hugging Face model; "
+            "or cpt=null"
+        )
+
+    @model_validator(mode="after")
+    def _further_tokens_fit(self) -> Config:
+        wrong = further_refused(self.objectives, self.model.mtp, self.training.sequence_length)
+        if wrong is None and self.model.mtp is not None and self.stage_b is not None:
+            wrong = further_in_stage_b(self.training.stage)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_are_weighed_once(self) -> Config:
+        if self.objectives is None or self.data.token_weights is None:
+            return self
+        raise ValueError(
+            "objectives and data.token_weights both weigh tokens, the first in means of their own, "
+            "the second in one mean over all. Try data.token_weights=null"
         )
 
     @model_validator(mode="after")
@@ -432,6 +458,11 @@ class Config(Section):
             raise ValueError(
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
+            )
+        if self.training.stage == "b" and self.health.loss_spike.action == "lower_rate":
+            raise ValueError(
+                "health.loss_spike.action = lower_rate acts in Stage A: Stage B judges no spikes, "
+                "because its lessons differ in length. Try health.loss_spike.action=warn"
             )
         if self.training.stage == "b" and self.training.start_from is not None:
             raise ValueError(

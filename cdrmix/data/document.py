@@ -117,6 +117,12 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
     return [pre, *prefix, suf, *suffix, mid, *middle]
 
 
+def fim_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of the tokens of `rearranged` documents, in the order of FIM_ROLES; () without them."""
+    ids = tuple(tokenizer.roles[role] for role in FIM_ROLES if role in tokenizer.roles)
+    return ids if len(ids) == len(FIM_ROLES) else ()
+
+
 def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Ids whose text is the original one, of ids with or without the order of `rearranged`."""
     ids = _without_prefix(ids, tokenizer)
@@ -139,6 +145,9 @@ def _without_prefix(ids: Sequence[int], tokenizer: Tokenizer) -> Sequence[int]:
 # `<|answer|>` to the answer, as a model has to begin them; so does the EOS behind the answer. A BOS
 # belongs to the prompt.
 ROLES = ("text", "prompt", "thought", "answer")
+# Of a token in the loss: its role, or a part of a document rearranged for infilling, which shards
+# do not tell from other text; see `cdrmix.data.loader.label_kinds`.
+KINDS = (*ROLES, "fim", "fim_middle")
 
 
 def joined(prompt: str, thought: str, answer: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdrmix.config.schema import TokenWeights
-from cdrmix.data.document import ROLES
+from cdrmix.data.document import KINDS, ROLES
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
@@ -47,6 +47,7 @@ class Loader:
             few shards are read at a time; None: all samples of the epoch together.
         segment_documents: add the number of each token's document.
         token_weights: add the weight of each label in the loss; None: all weigh the same.
+        fim_ids: add the kind of each label, told by these ids as in `label_kinds`; None: do not.
         num_targets: tokens that are predicted from each position, n; added from 2 on.
         prefetch: steps that a thread reads ahead; 0 reads in `next`.
     Attributes:
@@ -68,6 +69,7 @@ class Loader:
         window_samples: int | None = None,
         segment_documents: bool = False,
         token_weights: TokenWeights | None = None,
+        fim_ids: tuple[int, ...] | None = None,
         num_targets: int = 1,
         prefetch: int = 2,
     ) -> None:
@@ -87,6 +89,7 @@ class Loader:
         self._window = window_samples if shuffle else None
         self._segment_documents = segment_documents
         self._num_targets = num_targets
+        self._fim_ids = fim_ids
         self._weight_of_role = None
         if token_weights is not None:
             weights = [getattr(token_weights, role) for role in ROLES]
@@ -105,6 +108,7 @@ class Loader:
         contiguous: reshape them rather than view them. Further entries, by option:
         segment_documents: `segment_ids`, and labels ignored at ends of documents.
         token_weights: `weights` of the labels, float32 [A, B, T].
+        fim_ids: `kinds` of the labels, places in KINDS, uint8 [A, B, T].
         num_targets above 1: labels of further heads, `targets`, int64 [A, B, T, n].
         """
         batch = next(self._batches)
@@ -192,6 +196,9 @@ class Loader:
                     roles = self._dataset.roles(indices).reshape(shape)
                     # The weight of a label, which is the token after its position.
                     batch["weights"] = self._weight_of_role[roles[..., 1:]]
+                if self._fim_ids is not None:
+                    roles = self._dataset.roles(indices).reshape(shape)
+                    batch["kinds"] = label_kinds(rows, roles, eos_id, self._fim_ids)
                 if self._num_targets > 1:
                     labels = batch["labels"]
                     batch["targets"] = next_targets(rows, labels, self._num_targets, eos_id)
@@ -217,6 +224,40 @@ def split_documents(
     segment_ids = np.zeros(ends.shape, dtype=np.int64)
     np.cumsum(ends[..., :-1], axis=-1, out=segment_ids[..., 1:])
     return labels, segment_ids
+
+
+def label_kinds(
+    rows: NDArray[np.int64], roles: NDArray[np.int64], eos_id: int, fim_ids: tuple[int, ...]
+) -> NDArray[np.uint8]:
+    """Kinds of the labels of samples: places in KINDS of the tokens that follow each position.
+
+    A document ends with its EOS. One is rearranged for infilling if a token of `fim_ids`, which no
+    text encodes to, is in it; behind the last of the three its middle begins, which with the suffix
+    first is prefix and middle in one, and reaches to the EOS. Of a document whose head is outside
+    of the sample the rest is judged alike: with none of these tokens in it, it counts as text.
+
+    Args:
+        rows: tokens, [..., T + 1].
+        roles: of the tokens, of the same shape.
+        fim_ids: prefix, suffix and middle, or () where the tokenizer has none.
+    """
+    kinds = roles.astype(np.uint8)
+    if not fim_ids or not (is_mark := np.isin(rows, fim_ids)).any():
+        return kinds[..., 1:]
+    length = rows.shape[-1]
+    ends = rows.reshape(-1, length) == eos_id
+    begins = np.ones_like(ends)  # of a sample, or behind an EOS
+    begins[:, 1:] = ends[:, :-1]
+    documents = begins.cumsum().reshape(rows.shape) - 1  # numbered over all samples
+    is_fim = np.zeros(int(documents.max()) + 1, dtype=np.bool_)
+    is_fim[documents[is_mark]] = True
+    kinds[is_fim[documents] & (roles == ROLES.index("text"))] = KINDS.index("fim")
+    # Marks of a middle before each token, less those before its document.
+    before = (rows == fim_ids[-1]).ravel().cumsum() - (rows == fim_ids[-1]).ravel()
+    earlier = before[begins.ravel()][documents.ravel()]
+    behind = (before > earlier).reshape(rows.shape)
+    kinds[behind & (kinds == KINDS.index("fim"))] = KINDS.index("fim_middle")
+    return kinds[..., 1:]
 
 
 def next_targets(

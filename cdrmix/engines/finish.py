@@ -76,6 +76,9 @@ def finish(run: Run, stage: Pretraining) -> None:
         if evaluation.domains:
             by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
             logger.info("validation loss by domain: %s", ", ".join(by_domain))
+        if evaluation.objectives:
+            by_objective = (f"{each.objective} {each.loss:.4f}" for each in evaluation.objectives)
+            logger.info("validation loss by objective: %s", ", ".join(by_objective))
         if baselines is not None:
             logger.info(
                 "for comparison, n-gram models of the same training tokens: "

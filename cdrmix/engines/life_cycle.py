@@ -14,6 +14,7 @@ from cdrmix.engines.loop import train
 from cdrmix.engines.recovery import leave_behind, restore, write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
+from cdrmix.engines.stage_a_optimizer import record_groups
 from cdrmix.engines.start_record import record_start
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import record
@@ -89,6 +90,8 @@ def _resume_and_describe(
     describe = partial(write_description, run.directory, run.config, run.plan, stage.corpus)
     steps = stage.num_steps if stage.name == "b" else None
     runtime.first_rank_does(lambda: describe(stage_b_steps=steps))
+    if stage.name == "a":
+        record_groups(run.directory, run.engine, run.config)
     if not run.is_recorded:
         record_start(run, state)
     if checkpoint is not None:

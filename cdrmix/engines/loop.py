@@ -21,12 +21,13 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.recovery import hold, react, save_run, settle
 from cdrmix.engines.run import Batch, Result, Run
+from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
-from cdrmix.optimizers.adamw import adamw
 from cdrmix.optimizers.average import keep_average
+from cdrmix.optimizers.muon import Muon
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
@@ -40,27 +41,36 @@ def start_engine(
     plan: Plan,
     topology: Topology,
     *,
-    optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
+    optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] | None = None,
     averages: bool = True,
 ) -> Any:
     """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON.
 
-    It keeps an average of the weights with `training.ema_decay`, unless `averages` is false.
+    `optimizer` makes it; None: Stage A's, as configured. It keeps an average of the weights with
+    `training.ema_decay`, unless `averages` is false.
     """
     deepspeed = runtime.import_deepspeed()
     # DeepSpeed's pipeline builds its own grid. The stages of a frozen backbone are unknown to
     # DeepSpeed, which has to learn of them here as of tensor parallelism.
     is_told = topology.degrees.model_ranks > 1 and not isinstance(model, Pipeline)
-    with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimizer prints pages on memory
+    made = optimizer(model, config.training) if optimizer else make_optimizer(model, config)
+    # The bf16 optimizer prints pages on memory, and Muon is an optimizer that DeepSpeed warns of.
+    level = deepspeed.utils.logger.level
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        if isinstance(made, Muon):
+            deepspeed.utils.logger.setLevel("ERROR")
+            stack.callback(deepspeed.utils.logger.setLevel, level)
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer(model, config.training),
+            optimizer=made,
             config=plan.deepspeed,
             mpu=ModelParallelUnit(topology) if is_told else None,
             # cdrmix.runtime has made the process group, with a time-out of its own.
             dist_init_required=False,
         )
     runtime.share_timeout()
+    if isinstance(made, Muon):
+        join(engine, made, config)
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if averages and config.training.ema_decay is not None:
@@ -136,7 +146,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         skipped = run.engine.skipped_steps
         lowers_scale = may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
-        result = stage.train_step(run, batch, weight=agreement.tokens)
+        result = stage.train_step(run, batch, weights=agreement.weights)
         run.step += 1
         run.heartbeat.step_done(run.step)
         if run.start_up.step_done():
@@ -232,7 +242,8 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
 class Agreement(NamedTuple):
     """Facts that all ranks know alike before a step."""
 
-    tokens: float  # weight of the global batch: valid tokens in Stage A, lessons in Stage B
+    # of the global batch: valid tokens, or those of each kind, in Stage A, lessons in Stage B
+    weights: tuple[float, ...]
     stop: bool  # a rank received a signal to stop
     save: bool  # a rank received a signal to save, or rank 0's clock says that one is due
     unread: bool  # a rank could not read its share of the batch
@@ -240,7 +251,7 @@ class Agreement(NamedTuple):
 
 
 def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
-    """Exchange in one collective: the weight of the global batch, requests of signals, the loss of
+    """Exchange in one collective: the weights of the global batch, requests of signals, the loss of
     the step before, and each rank's progress with the checkpoint written in the background.
 
     `batch` is this rank's share of the coming step, None where it could not be read.
@@ -252,15 +263,17 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     minutes = run.config.checkpoint.every_minutes
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
-    weight = run.stage.weight(run, batch) if batch is not None else 0.0
+    num_weights = run.stage.num_weights
+    weights = [0.0] * num_weights if batch is None else run.stage.weights(run, batch)
+    assert len(weights) == num_weights, "alike on all ranks"
     own_loss, loss_weight = run.unjudged or (0.0, 0.0)
     requests = [stop, save, batch is None]
     # float64 counts tokens exactly up to 9e15.
-    votes = [weight, float(own_loss), *requests, *run.saver.votes()]
+    votes = [*weights, float(own_loss), *requests, *run.saver.votes()]
     sums = torch.tensor(votes, dtype=torch.float64).to(runtime.device())
-    tokens, loss, *counts = runtime.all_reduce_sum(sums).tolist()
+    totals = runtime.all_reduce_sum(sums).tolist()
+    loss, *counts = totals[num_weights:]
     run.saver.advance(counts[len(requests) :])
     stop, save, unread = (count > 0 for count in counts[: len(requests)])
-    # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.
     last_loss = loss / loss_weight if run.unjudged else None
-    return Agreement(tokens or 1.0, stop, save, unread, last_loss)
+    return Agreement(tuple(totals[:num_weights]), stop, save, unread, last_loss)

@@ -147,7 +147,7 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
 
 
 # From mild to severe: of several verdicts on a step the last is carried out.
-_SEVERITY = ("warn", "skip", "rollback", "stop")
+_SEVERITY = ("warn", "skip", "lower_rate", "rollback", "stop")
 # A slow disk or a full device says nothing against the weights, and the user may take what they
 # have forgotten: the last step is worth saving.
 _STATE_IS_GOOD = ("loader", "memory", "forgetting")
@@ -184,6 +184,12 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) ->
             *(run.step, verdict.why, section, verdict.watched, verdict.action),
         )
     worst = unhealthy[-1]
+    if worst.action == "lower_rate":  # not beside a rollback or a stop, which end this course
+        run.health.rate_lowered()
+        logger.info(
+            "learning rate: the schedule's times %g from step %d on, lowering %d",
+            *(run.health.rate_scale, run.step + 1, run.health.lowerings),
+        )
     if news:  # repeated warnings are written once, at the end of the run
         runtime.first_rank_does(lambda: write_record(run))
     if worst.action == "rollback":

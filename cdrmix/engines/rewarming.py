@@ -23,7 +23,11 @@ def base_learning_rate(point: StartPoint) -> float | None:
         state = read_json(point.path / "state.json")
         if state.get("stage", "a") == "a":
             training, _ = validate(state["config"]["training"], TrainingConfig)
-            return None if training is None else learning_rate(point.step - 1, training)
+            if training is None:
+                return None
+            # Lowered at spikes of the loss; early versions saved nothing of it.
+            scale = state.get("health", {}).get("timeline", {}).get("rate_scale", 1.0)
+            return learning_rate(point.step - 1, training) * scale
     return None
 
 

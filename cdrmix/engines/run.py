@@ -136,15 +136,16 @@ class Stage(Protocol[Batch, Result]):
     num_steps: int  # at which the stage ends
     corpus: Corpus
     loader: BatchSource  # batches of this data rank
+    num_weights: int  # of a batch
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next step. Raises DataError if it cannot be read."""
 
-    def weight(self, run: Run, batch: Batch) -> float:
-        """Weight of that share in the mean over the global batch."""
+    def weights(self, run: Run, batch: Batch) -> Sequence[float]:
+        """Weights of that share in the means over the global batch, `num_weights` of them."""
 
-    def train_step(self, run: Run, batch: Batch, *, weight: float) -> Result:
-        """Take one step; `weight` is that of the global batch. Returns a result."""
+    def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> Result:
+        """Take one step; `weights` are those of the global batch. Returns a result."""
 
     def own_loss(self, result: Result) -> tuple[Tensor, float] | None:
         """This rank's part of a step's loss, scalar, and the weight of the global batch, by which

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,12 +24,22 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import HeldOutLoss
 from cdrmix.config.schema import Config
+from cdrmix.data.document import fim_ids
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines.combination import (
+    Batch,
+    Combination,
+    FurtherLabels,
+    own_weights,
+    weight_names,
+    with_further_labels,
+)
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -37,20 +48,19 @@ from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
-from cdrmix.objectives.language_model import sum_weights
+from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.objectives.router import router_losses, router_monitors
 from cdrmix.optimizers.average import has_average
-from cdrmix.optimizers.schedule import learning_rate
+from cdrmix.optimizers.muon import Muon
+from cdrmix.optimizers.schedule import group_rate, learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
-from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
-# Tensors of one micro-batch, [B, T], by the names that `Loader` gives them.
-Batch = dict[str, Tensor]
 
 
 class RouterMeasures(NamedTuple):
@@ -65,7 +75,10 @@ class MicroStep(NamedTuple):
     """Result of the forward pass of one micro-batch."""
 
     loss: Tensor  # to run backward from, scalar
-    nats: Tensor  # summed cross-entropy of this rank's tokens, weighted, scalar, detached
+    # Summed cross-entropy of this rank's tokens, scalar, detached: weighted as `data.token_weights`
+    # say, or with `objectives` not at all.
+    nats: Tensor
+    parts: Tensor  # `HeadLoss.nats` and `HeadLoss.squares`, one after the other, detached
     router: RouterMeasures | None  # None for a dense model
 
 
@@ -78,15 +91,16 @@ def micro_step(
     *,
     nats_scale: float,
     segment_ids: Tensor | None = None,
-    weights: Tensor | None = None,
+    weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
     `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    embedding = engine.module.embedding
-    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale, weights=weights)
+    known = (output, engine.module.embedding, labels, config, topology)
+    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
 
 
 def loss(
@@ -97,23 +111,25 @@ def loss(
     topology: Topology,
     *,
     nats_scale: float,
-    weights: Tensor | None = None,
+    weights: LabelWeights = ALL_ALIKE,
+    further: FurtherLabels | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
     Args:
         labels: [B, T]; -100 is ignored.
-        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch,
-            or their weight. DeepSpeed divides by A and averages over W, which leaves the mean over
-            all tokens.
-        weights: of the labels, [B, T], float32; None: 1.
+        nats_scale: factor on the summed loss of the labels: W * A / valid tokens of the global
+            batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
+            mean over all tokens.
+        weights: of the labels, [B, T].
+        further: tokens beyond the next one that are predicted too; None: no others.
         output, embedding, config, topology: of this rank.
     """
-    nats = next_token_nats(embedding, output.hidden, labels, weights)
-    loss = nats * nats_scale
+    losses_of = partial(next_token_losses, embedding) if further is None else further.losses
+    head = losses_of(output.hidden, labels, weights)
+    loss = head.loss * nats_scale
     moe = config.model.moe
-    statistics = output.router_statistics
-    router = None
+    statistics, router = output.router_statistics, None
     if moe is not None and statistics is not None:
         # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
         per_token = mean_over_ranks(statistics, topology) / labels.numel()
@@ -123,7 +139,9 @@ def loss(
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
     # gradients, which can be finite where the loss is infinite: softmax minus target, where the
     # target's logit is minus infinity.
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router)
+    nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
+    parts = torch.cat([head.nats, head.squares])
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, router)
 
 
 class StepResult(NamedTuple):
@@ -131,56 +149,80 @@ class StepResult(NamedTuple):
 
     # Summed cross-entropy of all micro-steps, scalar; zero where another rank counts these tokens.
     nats: Tensor
-    tokens: float  # valid tokens of the global batch, or their weight
+    parts: Tensor  # as of `MicroStep`, of all micro-steps; zeros likewise
+    combination: Combination
     # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
     router: RouterMeasures | None
     seconds: float  # wall time, without the waits for data and for other ranks before it
 
 
 def train_step(
-    engine: Any, config: Config, topology: Topology, batch: Batch, *, step: int, tokens: float
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    batch: Batch,
+    *,
+    step: int,
+    weights: Sequence[float],
+    rate_scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
     Args:
         engine, config, topology: of this rank; the engine is DeepSpeed's around the backbone.
-        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
-            `weights` of the labels if they differ.
+        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart,
+            `weights` of the labels if they differ, and their `kinds` under `objectives`.
         step: steps completed before this one.
-        tokens: valid tokens of the global batch, all ranks, or their weight.
+        weights: of the global batch, all ranks, by `weight_names`.
+        rate_scale: factor of the schedule's learning rate; see `Health.rate_scale`.
     """
     began = time.perf_counter()
-    # A function of the step alone, and no scheduler with a state to save and restore.
+    # A function of the step and of the run's health, and no scheduler with a state of its own.
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
+        group["lr"] = group_rate(step, config.training, group) * rate_scale
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
+    combination = Combination(config, weights, step=step)
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
+    scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, nats_scale)
+        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
         for inputs in micro_batches:
-            part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+            part = micro_step(
+                *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
+                nats_scale=scale,
+                segment_ids=inputs.get("segment_ids"),
+                weights=combination.label_weights(inputs),
+                further=combination.further_labels(inputs, engine.module),
+            )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
+    num_sums = 2 * combination.num_sums
+    sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
     routers = [part.router for part in parts if part.router]
     means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
-        tokens=tokens,
+        parts=sums.to(engine.device) * float(topology.counts_tokens),
+        combination=combination,
         router=RouterMeasures(*means) if routers else None,
         seconds=time.perf_counter() - began,
     )
 
 
 def _pass_through_stages(
-    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    micro_batches: list[Batch],
+    combination: Combination,
+    nats_scale: float,
 ) -> list[MicroStep]:
     """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
@@ -189,11 +231,11 @@ def _pass_through_stages(
 
     def objective(output: Output) -> Tensor:  # called for each micro-batch in order
         inputs = next(coming)
-        embedding = pipeline.stage.embedding
         part = loss(
-            *(output, embedding, inputs["labels"], config, topology),
+            *(output, pipeline.stage.embedding, inputs["labels"], config, topology),
             nats_scale=nats_scale,
-            weights=inputs.get("weights"),
+            weights=combination.label_weights(inputs),
+            further=combination.further_labels(inputs, pipeline.stage),
         )
         parts.append(part)
         return part.loss
@@ -250,6 +292,8 @@ class Pretraining(Stage[Batch, StepResult]):
         self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
         self.forgetting: Forgetting | None = None
         data = config.data
+        # Kinds of tokens are told apart for objectives alone.
+        self.fim_ids = fim_ids(corpus.tokenizer) if config.objectives is not None else None
         if config.cpt is not None and old is not None:
             if config.cpt.replay is not None and old.replay is not None:
                 self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
@@ -269,25 +313,38 @@ class Pretraining(Stage[Batch, StepResult]):
             window_samples=data.window_samples if data.order == "windowed" else None,
             segment_documents=data.segment_documents,
             token_weights=data.token_weights,
+            fim_ids=self.fim_ids,
+            num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
             prefetch=data.prefetch_batches,
         )
         self.num_steps = config.training.num_steps
+        self.num_weights = len(weight_names(config))
+        self.check = OptimizerCheck()
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        return own_tokens(self.loader.next(), run.topology)
+        return own_tokens(with_further_labels(self.loader.next(), run.config), run.topology)
 
-    def weight(self, run: Run, batch: Batch) -> float:
-        """Valid tokens of this rank's share, or their weight."""
+    def weights(self, run: Run, batch: Batch) -> list[float]:
+        """Valid tokens of this rank's share, or their weight, or tokens of each kind."""
         # Ranks of one tensor group or pipeline see the same tokens, and one of them counts.
         if not run.topology.counts_tokens:
-            return 0.0
-        return float(sum_weights(batch["labels"], batch.get("weights")))
+            return [0.0] * self.num_weights
+        return own_weights(batch, run.config)
 
-    def train_step(self, run: Run, batch: Batch, *, weight: float) -> StepResult:
-        """Take one optimizer step."""
-        return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+    def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
+        """Take one optimizer step; Muon's first one of a start is checked.
+
+        Raises StateError, on every rank, if Muon does not do what it should.
+        """
+        with self.check.of_step(run.engine, run.config):
+            return train_step(
+                *(run.engine, run.config, run.topology, batch),
+                step=run.step,
+                weights=weights,
+                rate_scale=run.health.rate_scale,
+            )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -309,6 +366,10 @@ class Pretraining(Stage[Batch, StepResult]):
             **{
                 member_name("eval/domain/*/loss", each.domain): each.loss
                 for each in evaluation.domains
+            },
+            **{
+                member_name("eval/objective/*/loss", each.objective): each.loss
+                for each in evaluation.objectives
             },
         }
 
@@ -346,6 +407,7 @@ class Pretraining(Stage[Batch, StepResult]):
             max_tokens=max_tokens,
             batch_size=run.plan.micro_batch_size,
             segment_documents=run.config.data.segment_documents,
+            fim_ids=self.fim_ids,
             topology=run.topology,
         )
 
@@ -391,7 +453,7 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""
-        return result.nats, result.tokens
+        return result.nats, result.combination.tokens
 
     def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
@@ -400,8 +462,8 @@ class Pretraining(Stage[Batch, StepResult]):
         topology = run.topology
         names = _ROUTER_METRICS if moe else ()
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        sums = torch.zeros(1 + len(names), dtype=torch.float64)
-        sums[0] = result.nats
+        own = [result.nats.reshape(1), result.parts]
+        sums = torch.cat([*own, torch.zeros(len(names), device=own[0].device)]).double().cpu()
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
         if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
             monitors = router_monitors(
@@ -413,16 +475,23 @@ class Pretraining(Stage[Batch, StepResult]):
                 float(result.router.load_balance),
                 float(result.router.z),
             )
-            sums[1:] = torch.tensor(routing, dtype=sums.dtype)
-        nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+            sums[-len(names) :] = torch.tensor(routing, dtype=sums.dtype)
+        totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+        nats, parts, means = totals[0], totals[1 : 1 + len(own[1])], totals[1 + len(own[1]) :]
+        half = len(parts) // 2
         metrics = {
-            "loss": nats / result.tokens,
-            "learning_rate": learning_rate(run.step - 1, training),
+            "loss": nats / result.combination.tokens,
+            **result.combination.metrics(parts[:half], parts[half:]),
+            # Of the step that was taken: its own loss is judged after this.
+            "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **dict(zip(names, means, strict=True)),
             **self._samples_by_domain(run),
         }
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            metrics["optimizer/spikes"] = optimizer.spikes
         if training.precision == "fp16":
             metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
         return metrics
@@ -473,11 +542,18 @@ class Pretraining(Stage[Batch, StepResult]):
         if averages and not reader.has_average and reader.state["step"]:
             _warn(reader, "holds no average of the weights: training.ema_decay begins one there")
         self.samples = list(reader.state["samples"])
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.load_history(reader.state["muon"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, and the losses on old and new data."""
-        if self.forgetting is None:
-            return {"samples": self.samples}
-        return {"samples": self.samples, "cpt": self.forgetting.state_dict()}
+        """The texts generated so far, losses on old and new data, and Muon's gradient norms."""
+        saved: JsonObject = {"samples": self.samples}
+        if self.forgetting is not None:
+            saved["cpt"] = self.forgetting.state_dict()
+        optimizer = run.engine.optimizer.optimizer
+        if isinstance(optimizer, Muon):
+            saved["muon"] = optimizer.history()
+        return saved

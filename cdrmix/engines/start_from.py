@@ -11,13 +11,15 @@ from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import MANIFEST_FILE, digest
 from cdrmix.checkpoint.weight_folder import WeightFolder
-from cdrmix.checkpoint.weight_source import CheckpointWeights
+from cdrmix.checkpoint.weight_source import CheckpointWeights, LeftOut, WeightSource
+from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.engines.start_point import (
     EXPORT_PREFIX,
     StartPoint,
     all_damaged,
     check_fits,
+    fresh_and_left,
     kind_of,
     of_checkpoint,
     of_export,
@@ -68,13 +70,19 @@ def find_start(config: Config, corpus: Corpus) -> StartPoint | None:
     return point
 
 
-def take_weights(engine: Any, point: StartPoint) -> dict[str, Any]:
+def take_weights(engine: Any, point: StartPoint, model: ModelConfig) -> dict[str, Any]:
     """Loads the weights, and nothing else, into a new engine; collective.
+
+    Parts that predict further tokens begin anew unless the model there has the same ones.
 
     Returns the description for the record of the start. Raises StateError on every rank if any of
     them cannot read its part.
     """
-    load = partial(engine_state.load_weights, engine, logical_name=logical_name)
+    apart = fresh_and_left(point, model)
+
+    def load(source: WeightSource) -> None:
+        engine_state.load_weights(engine, LeftOut(source, apart), logical_name, fresh=apart)
+
     if point.kind == "export":
         open_folder = partial(WeightFolder.of_whole, point.path, prefix=EXPORT_PREFIX)
         with runtime.together(open_folder) as folder:
@@ -87,4 +95,11 @@ def take_weights(engine: Any, point: StartPoint) -> dict[str, Any]:
         "start_from: %s parameters of step %s of %s (manifest %s)%s",
         *(f"{point.num_parameters:,}", f"{point.step:,}", point.run, point.manifest[:12], left),
     )
-    return point.as_json()
+    if apart:
+        here = "those of model.mtp here begin anew" if model.mtp else "there are none here"
+        logger.info(
+            "start_from: %d tensors there that predict further tokens are not taken; %s",
+            *(len(apart.intersection(point.shapes)), here),
+        )
+    not_taken = sorted({*point.others, *apart.intersection(point.shapes)})
+    return point.as_json() | {"not_taken": not_taken}

@@ -22,7 +22,7 @@ from cdrmix.data.tokenizer_files import content_digest
 from cdrmix.errors import DataError, StateError
 from cdrmix.export.manifest import MANIFEST_FILE as EXPORT_MANIFEST
 from cdrmix.log import get_logger
-from cdrmix.planning.counts import parameters
+from cdrmix.planning.counts import further_parameters, is_further, parameters
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class StartPoint(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the backbone's tensors."""
+        """Elements of the backbone's tensors, and of those that predict further tokens."""
         return sum(map(math.prod, self.shapes.values()))
 
     def as_json(self) -> dict[str, Any]:
@@ -180,10 +180,11 @@ def check_fits(point: StartPoint, model: ModelConfig, *, data: Manifest | None) 
     changes = [(key, there, here) for key, there, here in changes if there != here]
     told = "; ".join(f"model.{key}: {there} there, {here} here" for key, there, here in changes)
     expected = {each.name: each.shape for each in parameters(model)}
+    left = fresh_and_left(point, model)
     differing = [
         f"{name}: {point.shapes.get(name, 'missing')} there, {expected.get(name, 'missing')} here"
         for name in sorted({*expected, *point.shapes})
-        if point.shapes.get(name) != expected.get(name)
+        if point.shapes.get(name) != expected.get(name) and name not in left
     ]
     if differing or any(key in _MEANINGS for key, _, _ in changes):
         tensors = f" ({len(differing)} tensors differ, such as {differing[0]})" if differing else ""
@@ -202,6 +203,14 @@ def check_fits(point: StartPoint, model: ModelConfig, *, data: Manifest | None) 
         )
     if changes:
         logger.warning("warning: start_from: %s was trained with %s", point.path, told)
+
+
+def fresh_and_left(point: StartPoint, model: ModelConfig) -> frozenset[str]:
+    """Names of tensors that predict further tokens, here or there, unless both models have the same
+    ones: those here begin with initial values, and those there are not taken."""
+    here = {each.name: each.shape for each in further_parameters(model)}
+    there = {name: shape for name, shape in point.shapes.items() if is_further(name)}
+    return frozenset() if here == there else frozenset({*here, *there})
 
 
 def _check_tokenizer(point: StartPoint, digest: str, data: Manifest) -> None:

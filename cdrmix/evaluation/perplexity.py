@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +16,21 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
-from cdrmix.data.loader import split_documents
+from cdrmix.data.document import KINDS
+from cdrmix.data.loader import label_kinds, split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.moe import num_statistics
-from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
+from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
-from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
 # One vector for all sums of a batch, so that a single all-reduce adds them: nats, predicted tokens
-# and tokens read come first; then, where there are several domains, the nats of each and the
-# predicted tokens of each; then the router statistics.
+# and tokens read come first; then, where there are several domains, or kinds of tokens are told
+# apart, the nats of each of them and the predicted tokens of each; then the router statistics.
 _NUM_WHOLE_SUMS = 3
 
 
@@ -61,6 +62,15 @@ class DomainLoss:
 
 
 @dataclass(frozen=True)
+class ObjectiveLoss:
+    """Loss over the predicted tokens of one objective (nats per token), and their number."""
+
+    objective: str  # or `fim_middle`, the part of `fim` that is filled in
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Result of one evaluation.
 
@@ -71,6 +81,8 @@ class Evaluation:
         layers: routing per MoE layer; empty for a dense model.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
+        objectives: loss of each objective of which a token was predicted; empty if they were not
+            asked for, or all is text.
     """
 
     loss: float
@@ -79,12 +91,15 @@ class Evaluation:
     tokens: int
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
+    objectives: list[ObjectiveLoss] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as in metrics.json; `domains` only where there are several."""
+        """Returns the fields as in metrics.json; `domains` and `objectives` only where there are
+        several."""
         fields = asdict(self)
-        if not self.domains:
-            del fields["domains"]
+        for name in ("domains", "objectives"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def table(self) -> str:
@@ -102,6 +117,10 @@ class Evaluation:
                 f"{each.domain:{width}}  {each.loss:8.4f}  {each.perplexity:12.2f}"
                 f"  {each.tokens:14,}"
             )
+        if self.objectives:
+            lines += ["", f"{'objective':10}  {'loss':>8}  {'tokens':>14}"]
+        for part in self.objectives:
+            lines.append(f"{part.objective:10}  {part.loss:8.4f}  {part.tokens:14,}")
         if self.layers:
             lines += ["", "layer  entropy bits  overflow  use of each expert"]
         for routing in self.layers:
@@ -130,6 +149,7 @@ def evaluate(
     max_tokens: int,
     batch_size: int,
     segment_documents: bool = False,
+    fim_ids: tuple[int, ...] | None = None,
     topology: Topology = ALONE,
 ) -> Evaluation:
     """Measures the loss over held-out samples, spread over the data ranks.
@@ -142,6 +162,7 @@ def evaluate(
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
         segment_documents: keep the documents of a sample apart, as in training.
+        fim_ids: tell the loss of each objective too, as `Loader` tells kinds; None: do not.
         topology: of this rank; sequence ranks read whole samples of their own.
     Returns:
         The same result on every rank, by domain too where the split has several.
@@ -155,9 +176,8 @@ def evaluate(
     batches = np.array_split(samples, -(-len(samples) // batch_size))
     num_ranks = topology.degrees.data
     boundary_id = dataset.manifest.eos_id if segment_documents else None
-    num_domains = len(dataset.domains)
-    # Of one domain, the sums of the whole are its own.
-    num_sums = _NUM_WHOLE_SUMS + (2 * num_domains if num_domains > 1 else 0)
+    groups = _groups(dataset, fim_ids)
+    num_sums = _NUM_WHOLE_SUMS + 2 * sum(groups)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
@@ -169,25 +189,50 @@ def evaluate(
         place = turn * num_ranks + topology.data_rank
         is_counted = place < len(batches)
         batch = batches[place if is_counted else 0]
-        rows = runtime.together(partial(dataset.rows, batch))
-        domains = None
-        if num_domains > 1:
-            domains = F.one_hot(torch.from_numpy(dataset.label_domains(batch)), num_domains)
-        sums = _batch_sums(model, rows, boundary_id, domains, has_head=topology.is_last_stage)
+        rows, parts = runtime.together(partial(_read, dataset, batch, groups, fim_ids))
+        sums = _batch_sums(model, rows, boundary_id, parts, has_head=topology.is_last_stage)
         if sums is not None:
             sums *= float(is_counted)
             # Tensor ranks hold the same tokens, but each has counted its share of the routing.
             sums[:num_sums] *= float(topology.counts_tokens)
             totals += sums
     model.train(was_training)
-    return _summarise(model.config, dataset, runtime.all_reduce_sum(totals))
+    return _summarise(model.config, dataset, groups, runtime.all_reduce_sum(totals))
+
+
+class _Groups(NamedTuple):
+    """Numbers of domains and of kinds whose sums are taken apart; 0 where they are not."""
+
+    domains: int
+    kinds: int
+
+
+def _groups(dataset: TokenDataset, fim_ids: tuple[int, ...] | None) -> _Groups:
+    num_domains = len(dataset.domains)
+    # Of one domain, the sums of the whole are its own.
+    return _Groups(num_domains if num_domains > 1 else 0, 0 if fim_ids is None else len(KINDS))
+
+
+def _read(
+    dataset: TokenDataset, batch: np.ndarray, groups: _Groups, fim_ids: tuple[int, ...] | None
+) -> tuple[np.ndarray, list[Tensor]]:
+    """Rows of samples, [n, T+1], and of each group the member of each label, one-hot [n, T, G]."""
+    rows = dataset.rows(batch)
+    parts = []
+    if groups.domains:
+        domains = torch.from_numpy(dataset.label_domains(batch))
+        parts.append(F.one_hot(domains, groups.domains))
+    if fim_ids is not None:
+        kinds = label_kinds(rows, dataset.roles(batch), dataset.manifest.eos_id, fim_ids)
+        parts.append(F.one_hot(torch.from_numpy(kinds).long(), groups.kinds))
+    return rows, parts
 
 
 def _batch_sums(
     model: LanguageModel,
     rows: np.ndarray,
     boundary_id: int | None,
-    domains: Tensor | None,
+    parts: list[Tensor],
     *,
     has_head: bool,
 ) -> Tensor | None:
@@ -195,7 +240,7 @@ def _batch_sums(
 
     Args:
         boundary_id: token that ends a document, to keep documents apart; None: one context.
-        domains: of each predicted token, one-hot, [n, T, G]; None: not counted apart.
+        parts: as of `_read`.
         has_head: this rank has the last pipeline stage; other stages return None.
     """
     targets = rows[:, 1:]
@@ -209,33 +254,35 @@ def _batch_sums(
         return None
     counts = [int(sum_weights(labels)), labels.numel()]
     # Also for a batch that does not count: all data ranks together may gather the head.
-    if domains is None:
+    if not parts:
         nats = next_token_nats(model.embedding, output.hidden, labels)
         sums = [nats.reshape(1), nats.new_tensor(counts)]
     else:
-        domains = domains.to(model.device)
-        nats = next_token_nats(model.embedding, output.hidden, labels, domains.float()).double()
-        valid = (domains * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
+        members = torch.cat(parts, dim=-1).to(model.device)
+        weights = LabelWeights(sums=members.float())
+        nats = next_token_losses(model.embedding, output.hidden, labels, weights).nats.double()
+        valid = (members * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
         # The whole is the sum of its parts to the last bits, which a sum in float32 is not.
-        sums = [nats.sum().reshape(1), nats.new_tensor(counts), nats, valid]
+        whole = nats[: parts[0].shape[-1]].sum()
+        sums = [whole.reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
     return torch.cat([values.double() for values in sums])
 
 
-def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Evaluation:
+def _summarise(
+    config: ModelConfig, dataset: TokenDataset, groups: _Groups, totals: Tensor
+) -> Evaluation:
     tokens = int(totals[1])
     loss = float(totals[0]) / tokens
-    parts = totals[_NUM_WHOLE_SUMS:]
+    num_parts = sum(groups)
+    nats, counts, parts = totals[_NUM_WHOLE_SUMS:].tensor_split((num_parts, 2 * num_parts))
+    known = list(zip(nats.tolist(), counts.tolist(), strict=True))
     domains = []
-    if (num_domains := len(dataset.domains)) > 1:
-        nats, counts, parts = parts.tensor_split((num_domains, 2 * num_domains))
-        for domain, of_domain, count in zip(
-            dataset.domains, nats.tolist(), counts.tolist(), strict=True
-        ):
-            if count:
-                each = of_domain / count
-                domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+    for domain, (of_domain, count) in zip(dataset.domains, known[: groups.domains], strict=False):
+        if count:
+            each = of_domain / count
+            domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
     layers = []
     if (moe := config.moe) is not None:
         per_token = (parts / totals[2]).view(-1, num_statistics(moe)).cpu()
@@ -250,7 +297,22 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
         tokens=tokens,
         layers=layers,
         domains=domains,
+        objectives=_objectives(known[groups.domains :]),
     )
+
+
+def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
+    """Losses of objectives from nats and tokens of each of `KINDS`; none where all is text."""
+    of_kinds = dict(zip(KINDS, sums, strict=False))
+    if not any(count for kind, (_, count) in of_kinds.items() if kind != "text"):
+        return []
+    middles = of_kinds["fim_middle"]
+    of_kinds["fim"] = (of_kinds["fim"][0] + middles[0], of_kinds["fim"][1] + middles[1])
+    return [
+        ObjectiveLoss(kind, nats / count, int(count))
+        for kind, (nats, count) in of_kinds.items()
+        if count
+    ]
 
 
 def _perplexity(loss: float) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint import plain_module
 from cdrmix.checkpoint.base_model import base_of_adapters
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, Weights
 from cdrmix.checkpoint.fragments import is_stage_b
@@ -23,17 +23,19 @@ from cdrmix.checkpoint.trained_run import (
 )
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config, DataConfig
+from cdrmix.data.document import fim_ids
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
+from cdrmix.models.speculate import speculate
 from cdrmix.parallel.apply import frozen_in, logical_name_in
 
 logger = get_logger(__name__)
@@ -82,11 +84,11 @@ def load_trained(
         if config.model.lora is not None:
             code = config.model.remote_code
             with base_of_adapters(reader.state, newest.path, code, given=base) as frozen:
-                engine_state.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
+                plain_module.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         elsewhere = frozen_in(config.model)
-        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
+        plain_module.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
@@ -121,16 +123,52 @@ def continue_text(
     """Generates the continuation of `prompt` by a trained model; `base` and `weights` as in
     `load_trained`."""
     run = load_trained(source, base=base, weights=weights)
-    tokenizer = run.tokenizer
-    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     new = generate(
         run.model,
-        torch.tensor([ids], device=runtime.device()),
+        _prompt_ids(run.tokenizer, prompt),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=run.tokenizer.eos_id,
     )
+    return _continuation(run.tokenizer, new, prompt)
+
+
+def continue_speculating(
+    source: Path, prompt: str, *, max_new_tokens: int, weights: Weights = "trained"
+) -> str:
+    """Generates the likeliest continuation, by speculation, and logs what that was worth.
+
+    Raises StateError if the model predicts no further tokens.
+    """
+    run = load_trained(source, weights=weights)
+    model = run.model
+    if not isinstance(model, Backbone) or model.mtp is None:
+        raise StateError(
+            f"{run.checkpoint}: predicts the next token alone (model.mtp is null), and --speculate "
+            "needs guesses of further ones. Generate without it, or train with model.mtp"
+        )
+    done = speculate(
+        model,
+        _prompt_ids(run.tokenizer, prompt),
+        max_new_tokens=max_new_tokens,
+        stop_id=run.tokenizer.eos_id,
+    )
+    shares = (f"token {place} {share:.0%}" for place, share in enumerate(done.acceptance, 2))
+    logger.info(
+        "speculation: %d tokens in %d passes, %.2f tokens per pass; guesses accepted: %s",
+        *(done.num_tokens, done.passes, done.tokens_per_pass, ", ".join(shares)),
+    )
+    return _continuation(run.tokenizer, done.tokens, prompt)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str) -> torch.Tensor:
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
+    return torch.tensor([ids], device=runtime.device())
+
+
+def _continuation(tokenizer: Tokenizer, new: torch.Tensor, prompt: str) -> str:
+    """Text of the new tokens behind a prompt, [1, T], without those that end it."""
     tokens = (token for token in new[0].tolist() if token != tokenizer.eos_id)
     return tokenizer.decode(tokens, continues=bool(prompt))
 
@@ -197,4 +235,5 @@ def evaluate_run(
         max_tokens=max_tokens,
         batch_size=8,
         segment_documents=run.config.data.segment_documents,
+        fim_ids=fim_ids(run.tokenizer) if run.config.objectives is not None else None,
     )

@@ -22,6 +22,7 @@ class CDRMixConfig(PreTrainedConfig):
         num_experts_per_tok: experts that each token is sent to.
         moe_intermediate_size: inner width of one expert (features).
         decay_rank, iclr_rank, value_rank, gate_rank: ranks of the paths of an RWKV time mix.
+        mtp: how the weights predict tokens beyond the next one; the classes here do not use them.
         rope_theta: base of the rotary frequencies of Transformer blocks.
         max_position_embeddings: tokens of a training sequence. No table ends there.
         recurrence: way to compute the RWKV recurrence: `loop` over tokens, `chunked` matrix
@@ -46,6 +47,7 @@ class CDRMixConfig(PreTrainedConfig):
     iclr_rank: int = 32
     value_rank: int = 32
     gate_rank: int = 64
+    mtp: dict | None = None
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     group_norm_eps: float = 1e-5

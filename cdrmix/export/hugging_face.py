@@ -41,6 +41,7 @@ def model_config(config: Config, tokenizer: Tokenizer, dtype: torch.dtype) -> CD
             "num_experts_per_tok": model.moe.top_k,
             "moe_intermediate_size": model.moe.expert_hidden_size,
         }
+    further: dict[str, Any] = {} if model.mtp is None else {"mtp": model.mtp.model_dump()}
     translated = CDRMixConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -51,6 +52,7 @@ def model_config(config: Config, tokenizer: Tokenizer, dtype: torch.dtype) -> CD
         layer_kinds=list(model.layer_kinds()),
         intermediate_size=model.ffn_hidden_size,
         **experts,
+        **further,
         decay_rank=ranks.decay,
         iclr_rank=ranks.iclr,
         value_rank=ranks.value,

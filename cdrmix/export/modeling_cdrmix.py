@@ -454,6 +454,8 @@ class CDRMixPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["CDRMixBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    # What predicts further tokens is in the weights, and of no use here.
+    _keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp\."]  # noqa: RUF012
     _is_stateful = True  # a state cannot go back, which assisted decoding would need
 
     @torch.no_grad()

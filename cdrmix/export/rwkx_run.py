@@ -29,8 +29,11 @@ from cdrmix.export.provenance import (
     model_card,
     training_metadata,
 )
+from cdrmix.planning.counts import further_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FURTHER = "mtp"  # name of the parts that predict further tokens
 
 _LIBRARIES = {"hf": "transformers", "fla": "fla", "gguf": "gguf"}
 _PROGRAMS = {
@@ -62,7 +65,7 @@ class RwkxRun:
         checkpoint: verified.
         num_parameters: of the model, tied ones counted once.
         dtype: type of the exported weights.
-        left_out: parts of Stage B that the checkpoint holds and the export does not.
+        left_out: parts of Stage B, and `mtp`, that the checkpoint holds and the export does not.
     """
 
     def __init__(
@@ -86,9 +89,16 @@ class RwkxRun:
         check_format_of_tokenizer(format, self._tokenizer)
         self._translated = model_config(config, load_tokenizer(self._tokenizer), self.dtype)
         shapes = parameter_shapes(self._translated)
-        stage_b = [name for name in reader.names() if is_stage_b(name)]
-        check_names(reader, shapes, others=frozenset(stage_b))
-        self.left_out: tuple[str, ...] = tuple(sorted({part_of(name) for name in stage_b}))
+        stage_b = {name for name in reader.names() if is_stage_b(name)}
+        further = {each.name: each.shape for each in further_parameters(config.model)}
+        others = stage_b.union(further)
+        left_out: list[str] = sorted({part_of(name) for name in stage_b})
+        if format == "hf":  # whose code has no use for them, and leaves them alone
+            shapes |= further
+        elif further:
+            left_out.append(FURTHER)
+        check_names(reader, shapes, others=others)
+        self.left_out: tuple[str, ...] = tuple(left_out)
         self.num_parameters = sum(map(math.prod, shapes.values()))
         self._targets = layout(format, self._translated, shapes, self.dtype)
 
@@ -143,12 +153,19 @@ class RwkxRun:
             f"vocabulary {model.vocab_size:,}",
         ]
         use = _use_lines(self._format, model.hidden_size)
-        if self.left_out:
+        stage_b = [part for part in self.left_out if part != FURTHER]
+        if stage_b:
             use += [
                 "",
-                f"The run has been through Stage B. Its parts ({', '.join(self.left_out)}) are not "
+                f"The run has been through Stage B. Its parts ({', '.join(stage_b)}) are not "
                 "here: this format holds the backbone alone.",
             ]
+        if model.mtp is not None:
+            ahead = f"tokens 2 to {model.mtp.num_tokens} ahead (multi-token prediction)"
+            where = "are not here: this format has no place for them"
+            if FURTHER not in self.left_out:
+                where = "are here, under `model.mtp.`; the classes of this folder do not use them"
+            use += ["", f"The parts that predict {ahead} {where}."]
         return model_card(
             metadata,
             about=about,

@@ -15,6 +15,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.hf.packing import document_spans
 from cdrmix.log import get_logger
+from cdrmix.objectives.language_model import ALL_ALIKE
 
 logger = get_logger(__name__)
 
@@ -122,7 +123,7 @@ def _gradients_are_finite(model: HuggingFaceModel) -> str | None:
         hidden = model(ids, segment_ids=segment_ids).hidden
     finally:
         hook.remove()
-    loss = model.embedding.cross_entropy(hidden, ids, None)
+    loss = model.embedding.losses(hidden, ids, ALL_ALIKE).loss
     (gradient,) = torch.autograd.grad(loss, embedded[:1])
     if bool(loss.isfinite()) and bool(gradient.isfinite().all()):
         return None

@@ -23,10 +23,10 @@ from cdrmix.hf.packing import (
 )
 from cdrmix.hf.routing import Routing
 from cdrmix.models.backbone import Output
-from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses
 
 # (hidden states, weight of the head) -> logits or loss
-Score = Callable[[Tensor, Tensor], Tensor]
+Score = Callable[[Tensor, Tensor], Any]
 
 
 class Head(nn.Module):
@@ -42,17 +42,18 @@ class Head(nn.Module):
         if hasattr(weight(), "ds_id"):  # partitioned by ZeRO-3
             runtime.import_deepspeed().zero.register_external_parameter(self, weight())
 
-    def forward(self, hidden: Tensor, score: Score) -> Tensor:
+    def forward(self, hidden: Tensor, score: Score) -> Any:
         return score(hidden, self._weight())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the next token, [..., D] -> [..., V]."""
-        return self(hidden, F.linear)
+        logits: Tensor = self(hidden, F.linear)
+        return logits
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """Computes `next_token_nats` of hidden states [..., D]."""
-        score = partial(linear_cross_entropy, labels=labels, label_weights=label_weights)
-        return self(hidden, score)
+    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+        """Computes `next_token_losses` of hidden states [..., D]."""
+        losses: HeadLoss = self(hidden, partial(linear_losses, labels=labels, weights=weights))
+        return losses
 
 
 class SeenTokens:

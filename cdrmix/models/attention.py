@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import normal_
+from cdrmix.models.mixer import Mixer
 
 
 @dataclass
@@ -90,20 +92,26 @@ def attend(
     return mixed.transpose(1, 2), AttentionState(keys, values)
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Causal self-attention of one block; heads may share keys and values (`num_kv_heads`)."""
+
+    across_tokens = {"attend": "attention"}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
         self.attend: Attend = attend  # replaced where a sequence is spread over ranks
-        self.carries_state = False  # none of a fixed size: attention looks at all tokens
         kv_size = config.num_kv_heads * self.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.value = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, layer: int) -> Self:
+        """Makes the attention of a layer, the same in all."""
+        return cls(config)
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, segment_ids: Tensor | None = None

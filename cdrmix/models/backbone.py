@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.initialize import normal_
+from cdrmix.models.mtp import FurtherTokens
 from cdrmix.models.recompute import Context, run_blocks
 
 
@@ -67,7 +68,8 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Backbone(nn.Module):
-    """RWKX-V language model: embedding, blocks by the layer schedule, tied head.
+    """RWKX-V language model: embedding, blocks by the layer schedule, tied head, and what predicts
+    further tokens.
 
     Args:
         activation_checkpointing: recompute each block in the backward pass.
@@ -91,6 +93,15 @@ class Backbone(nn.Module):
         self.embedding_norm = rms_norm(config)
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
         self.final_norm = rms_norm(config)
+        # Not a part of `forward`: the loss and speculative decoding ask for further tokens.
+        self.mtp: FurtherTokens | None = None
+        if config.mtp is not None:
+            self.mtp = FurtherTokens(
+                config,
+                block,
+                activation_checkpointing=activation_checkpointing,
+                sequence_checkpoint_tokens=sequence_checkpoint_tokens,
+            )
 
     def forward(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
         """Computes the hidden states of every position of `input_ids`, [B, T], int64."""
@@ -113,7 +124,7 @@ class Backbone(nn.Module):
     @property
     def num_moe_layers(self) -> int:
         """Layers with a router."""
-        return self.config.num_layers if self.config.moe else 0
+        return len(self.config.moe_layers())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""
@@ -121,8 +132,9 @@ class Backbone(nn.Module):
 
     def initialize(self, *, seed: int) -> None:
         """Sets the initial values of a whole backbone from the seed."""
-        for part in (self.embedding, *self.blocks):
-            assert isinstance(part, TokenEmbedding | Block), "the list holds blocks only"
+        further = [] if self.mtp is None else [*self.mtp.blocks, self.mtp]
+        for part in (self.embedding, *self.blocks, *further):
+            assert isinstance(part, TokenEmbedding | Block | FurtherTokens), "blocks hold no other"
             part.initialize(seed=seed, std=self.config.init_std)
 
 

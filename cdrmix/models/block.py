@@ -9,15 +9,16 @@ DeepSpeed hands to its MoE layers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.attention import Attention, AttentionState
 from cdrmix.models.feed_forward import FeedForward
+from cdrmix.models.mixer import Mixer
 from cdrmix.models.moe import MoEFeedForward
-from cdrmix.models.rwkv7 import ChannelShift, TimeMix, TimeMixState
+from cdrmix.models.rwkv7 import ChannelShift
+from cdrmix.planning.blocks.block_type import block_type
 
 NORM_EPS = 1e-6
 
@@ -25,8 +26,8 @@ NORM_EPS = 1e-6
 class BlockState(NamedTuple):
     """State of one block between calls."""
 
-    mixer: TimeMixState | AttentionState
-    channel_last: Tensor | None  # last normalised input of an RWKV block's feed-forward, [B, D]
+    mixer: Any  # of the block type
+    channel_last: Tensor | None  # last normalised input of a shifted feed-forward, [B, D]
 
 
 def rms_norm(config: ModelConfig) -> nn.RMSNorm:
@@ -39,23 +40,18 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> None:
         super().__init__()
-        kinds = config.layer_kinds()
-        is_rwkv = kinds[layer] == "rwkv"
+        kind = block_type(config.layer_kinds()[layer])
+        self.config = config
         self.layer = layer
         self.mixer_norm = rms_norm(config)
-        self.mixer: TimeMix | Attention
-        if is_rwkv:
-            creates_v_first = "rwkv" not in kinds[:layer]
-            self.mixer = TimeMix(config, layer=layer, creates_v_first=creates_v_first)
-        else:
-            self.mixer = Attention(config)
+        self.mixer: Mixer = kind.module_class().of_layer(config, layer)
         self.ffn_norm = rms_norm(config)
-        self.ffn_shift = ChannelShift(config, layer=layer) if is_rwkv else None
+        self.ffn_shift = ChannelShift(config, layer=layer) if kind.shifts_channels else None
         self.ffn: FeedForward | MoEFeedForward
-        if config.moe is None:
-            self.ffn = FeedForward(config)
-        else:
+        if config.has_experts(layer):
             self.ffn = MoEFeedForward(config, expert_parallel_size=expert_parallel_size)
+        else:
+            self.ffn = FeedForward(config)
 
     def forward(
         self,
@@ -79,21 +75,17 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None,
         segment_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, TimeMixState | AttentionState]:
+    ) -> tuple[Tensor, Tensor | None, Any]:
         """Runs the first half; gives residual stream, v_first, the mixer's state after token T."""
         normed = self.mixer_norm(x)
         past = state.mixer if state else None
-        if isinstance(self.mixer, TimeMix):
-            assert past is None or isinstance(past, TimeMixState), "state of another block kind"
-            mixed, v_first, after = self.mixer(normed, v_first, past, segment_ids)
-            return x + mixed, v_first, after
-        mixed, cache = self.mixer(normed, past, segment_ids)
-        return x + mixed, v_first, cache
+        mixed, v_first, after = self.mixer.mix(normed, v_first, past, segment_ids)
+        return x + mixed, v_first, after
 
     def feed(
         self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Runs the second half: feed-forward, behind its shift in an RWKV block.
+        """Runs the second half: feed-forward, behind its shift if the block type has one.
 
         `last` is the normalised token before the first, [B, D], None at the start of a sequence.
         Gives residual stream, router statistics [S] or None, last normalised token if shifted.
@@ -112,10 +104,7 @@ class Block(nn.Module):
         """Sets the initial values; see the parts."""
         mixer = f"blocks.{self.layer}.mixer"
         ffn = f"blocks.{self.layer}.ffn"
-        if isinstance(self.mixer, TimeMix):
-            self.mixer.initialize(seed=seed, name=mixer)
-        else:
-            self.mixer.initialize(seed=seed, name=mixer, std=std)
+        self.mixer.initialize(seed=seed, name=mixer, std=std)
         if self.ffn_shift is not None:
             self.ffn_shift.initialize()
         if isinstance(self.ffn, FeedForward):

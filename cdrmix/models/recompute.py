@@ -10,6 +10,7 @@ over all of them, and only the feed-forward in spans. Nothing is computed more t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypedDict
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.models.block import Block, BlockState
-from cdrmix.models.rwkv7 import TimeMixState
 
 
 class Context(TypedDict, total=False):
@@ -90,7 +90,7 @@ def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
 def _in_spans(
     block: Block, x: Tensor, v_first: Tensor | None, segment_ids: Tensor | None, spans: list[slice]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Runs an RWKV block span after span: residual stream, v_first, statistics."""
+    """Runs a block that carries a state span after span: residual stream, v_first, statistics."""
     outs = []
     values = []
     statistics = []
@@ -115,14 +115,23 @@ def _run_span(
     segment_ids: Tensor | None,
     *state: Tensor,  # one by one, so that autograd sees tensors
 ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-    past = BlockState(TimeMixState(*state[:2]), state[2]) if state else None
+    state_type = block.mixer.state_type
+    assert state_type is not None, "a mixer that carries a state has a type of it"
+    past = None
+    if state:
+        of_mixer, of_shift = (state, None) if block.ffn_shift is None else (state[:-1], state[-1])
+        past = BlockState(state_type(*of_mixer), of_shift)
     x, v_first, statistics, after = block(x, v_first, past, segment_ids)
-    assert isinstance(after.mixer, TimeMixState), "other mixers carry no state"
-    assert after.channel_last is not None, "an RWKV block has a shift"
-    # copies: a view would keep the normalised input of the whole span
-    last = after.mixer.last.clone()
-    channel_last = after.channel_last.clone()
-    return x, v_first, statistics, (last, after.mixer.wkv, channel_last)
+    leaving = [getattr(after.mixer, part.name) for part in dataclasses.fields(state_type)]
+    if after.channel_last is not None:
+        leaving.append(after.channel_last)
+    return x, v_first, statistics, tuple(map(_apart, leaving))
+
+
+def _apart(state: Tensor) -> Tensor:
+    """Copies what is a view of a larger tensor, as it would keep all of it: of a whole span."""
+    is_part = state.untyped_storage().nbytes() > state.numel() * state.element_size()
+    return state.clone() if is_part else state
 
 
 def _mix_then_feed(

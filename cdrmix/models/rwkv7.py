@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
+from cdrmix.models.mixer import Mixer
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.models.wkv7_reference import DECAY_BOUND
+from cdrmix.planning.blocks.block_type import is_v_first_made
 
 # the arguments and results of `wkv7`
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
@@ -110,8 +113,13 @@ class TimeMixState:
     wkv: Tensor  # recurrent state, [B, H, V, K], float32
 
 
-class TimeMix(nn.Module):
+class TimeMix(Mixer):
     """RWKV-7 time mixing of one layer; the first one of all creates v_first."""
+
+    carries_state = True  # so that a sequence can be run piece by piece
+    state_type = TimeMixState
+    across_tokens = {"shift": "shift", "recurrence": "wkv7"}
+    read_inside = ("group_norm",)  # its norm is computed by F.group_norm
 
     mu_r: Tensor  # [D], as are all mu, biases and k_k, k_a, r_k
     decay_bias: Tensor
@@ -135,7 +143,6 @@ class TimeMix(nn.Module):
         self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
         self.creates_v_first = creates_v_first
         # what meets other tokens; replaced where a sequence is spread over ranks
-        self.carries_state = True  # so that a sequence can be run piece by piece
         self.shift = TokenShift()
         self.recurrence: Recurrence = wkv7
         for mix in _MIXES:
@@ -155,6 +162,18 @@ class TimeMix(nn.Module):
         self.k_a = nn.Parameter(torch.empty(hidden))
         self.r_k = nn.Parameter(torch.empty(hidden))
         self.group_norm = nn.GroupNorm(config.num_heads, hidden, eps=self.head_dim * 1e-5)
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, layer: int) -> Self:
+        """Makes the time mix of a layer."""
+        return cls(config, layer=layer, creates_v_first=not is_v_first_made(config, layer))
+
+    def mix(
+        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, TimeMixState]:
+        """Mixes as `forward`."""
+        mixed: tuple[Tensor, Tensor, TimeMixState] = self(x, v_first, state, segment_ids)
+        return mixed
 
     def forward(
         self,
@@ -215,8 +234,11 @@ class TimeMix(nn.Module):
         return torch.addcmul(normed.view_as(y), bonus, v).flatten(2)
 
     @torch.no_grad()
-    def initialize(self, *, seed: int, name: str) -> None:
-        """Sets the initial values of RWKV-LM for this depth; random ones by the module's path."""
+    def initialize(self, *, seed: int, name: str, std: float | None = None) -> None:
+        """Sets the initial values of RWKV-LM for this depth; random ones by the module's path.
+
+        `std` is not used: RWKV-LM's values have deviations of their own.
+        """
         hidden = self.mu_r.numel()
         place = torch.arange(hidden, device=self.mu_r.device, dtype=torch.float32) / hidden
         for mix, power in zip(_MIXES, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):

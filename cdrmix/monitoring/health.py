@@ -42,7 +42,7 @@ class Event:
     last_step: int
     times: int  # number of judgements
     why: str  # reason of the first one
-    outcome: str = ""  # of a rollback
+    outcome: str = ""  # of a rollback, or of a lowered rate
 
 
 @dataclass
@@ -53,6 +53,8 @@ class _Timeline:
     consecutive: int = 0  # steps in a row that were not finite
     uneven: int = 0  # logged steps in a row with uneven routing
     ongoing: set[Watched] = field(default_factory=set)
+    lowerings: int = 0  # times that the learning rate was lowered
+    rate_scale: float = 1.0  # factor of the schedule's learning rate after them
 
 
 class Health:
@@ -161,6 +163,10 @@ class Health:
         return self._unhealthy("non_finite", "stop", step, why)
 
     def _unhealthy(self, watched: Watched, action: Action, step: int, why: str) -> Verdict:
+        # Spikes that come back at a fraction of the rate have another cause than the rate.
+        if action == "lower_rate" and self.lowerings >= self._config.loss_spike.max_lowerings:
+            action = "warn"
+            why = f"{why}; health.loss_spike.max_lowerings = {self.lowerings} were done"
         # A fault that comes back after each rollback is not in the data that was passed over.
         if action == "rollback" and self.rollbacks >= self._config.max_rollbacks:
             action = "stop"
@@ -179,7 +185,33 @@ class Health:
         self._timeline.ongoing.add(watched)
         return Verdict(watched, action, why, is_new)
 
-    # Rollbacks, and the record of the run.
+    # Reactions, and the record of the run.
+
+    @property
+    def lowerings(self) -> int:
+        """Times that the learning rate was lowered, without those that a rollback undid."""
+        return self._timeline.lowerings
+
+    @property
+    def rate_scale(self) -> float:
+        """Factor of the schedule's learning rate in the coming step."""
+        return self._timeline.rate_scale
+
+    def rate_lowered(self) -> None:
+        """Lowers the learning rate of all later steps, after a verdict `lower_rate`.
+
+        The window of losses begins anew: the plateau that a spike may end in is no reason to act
+        again, and nothing is judged a spike until half a window of losses is known.
+        """
+        self._timeline.lowerings += 1
+        # A product, so that another rate_factor later on changes later lowerings alone.
+        self._timeline.rate_scale *= self._config.loss_spike.rate_factor
+        self._timeline.losses = []
+        event = next(event for event in reversed(self.events) if event.action == "lower_rate")
+        event.outcome = (
+            f"learning rate times {self.rate_scale:g} from the next step on, lowering "
+            f"{self.lowerings} of {self._config.loss_spike.max_lowerings}"
+        )
 
     def rolled_back(
         self, *, to_step: int, passed_over: tuple[int, int], timeline: dict[str, Any] | None
@@ -220,6 +252,7 @@ class Health:
             "health/skipped_steps": self.skipped_steps,
             "health/rollbacks": self.rollbacks,
             "health/passed_over_samples": self.passed_over_samples,
+            "health/lowerings": self.lowerings,
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -230,6 +263,7 @@ class Health:
             "rollbacks": self.rollbacks,
             "rolled_back_to": self.rolled_back_to,
             "passed_over": [list(window) for window in self.passed_over],
+            "lowerings": self.lowerings,
             "warnings": self.warnings,
             "events": [asdict(event) for event in self.events],
         }

@@ -39,9 +39,18 @@ class Metric:
 METRICS: tuple[Metric, ...] = (
     Metric("step", "completed optimizer steps", "none"),
     Metric("loss", "nats", "sum", "valid token"),
+    # Under `objectives`: nats of each objective over its own labels, and fim_middle, of the middles
+    # of documents rearranged for infilling, which are a part of fim. `loss` is then over all
+    # labels, whatever they weigh. One of which a step had no label is left out of its line.
+    # With `model.mtp` also mtp_2 to mtp_n: nats of the token so many ahead, over its labels.
+    Metric("objective/*/loss", "nats", "sum", "label of the objective"),
+    Metric("objective/z_loss", "squared logarithm, unweighted", "sum", "label, by its weight"),
+    Metric("objective/total", "weighted sum of these, without the routers' losses", "none"),
     Metric("learning_rate", "per step", "none"),
     Metric("grad_norm", "L2 norm before clipping", "none"),
     Metric("loss_scale", "factor, fp16 only", "none"),
+    # Of Muon: their gradients were left out of the momentum of matrices.
+    Metric("optimizer/spikes", "steps, since the start of the run", "none"),
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
@@ -55,6 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
+    Metric("health/lowerings", "times the learning rate was lowered", "none"),
     # Stage B: means over a step's lessons; the denominator is that of the mean within a lesson.
     Metric("stage_b/loss", "weighted sum of the losses below", "sum", "lesson"),
     Metric("stage_b/retrieval_loss", "nats", "sum", "segment sought"),
@@ -91,6 +101,8 @@ METRICS: tuple[Metric, ...] = (
     # By domain, for data sets of more than one. A domain of which nothing was evaluated, or drawn,
     # is left out of a line.
     Metric("eval/domain/*/loss", "nats", "sum", "valid token of the domain"),
+    # By objective, where held-out documents are more than text.
+    Metric("eval/objective/*/loss", "nats", "sum", "valid token of the objective"),
     Metric("data/domain/*/samples", "samples trained on, mixtures and replay only", "none"),
     # Continual pre-training: held-out loss, and its change since before the first step. Of several
     # folders of old data the first are means over the folders, and those by name follow.

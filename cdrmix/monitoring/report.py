@@ -20,6 +20,7 @@ from cdrmix.config.schema import Config, RoutingConfig
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
 from cdrmix.monitoring.cpt_page import cpt_report
+from cdrmix.monitoring.objectives_page import objectives_report
 from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
@@ -120,6 +121,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "has_evaluations": bool(len(_validation(run)[0])),
         "comparison": _comparison(run),
         "domains": domain_losses(run),
+        "objectives": objectives_report(run),
         "cpt": cpt_report(run),
         "starts": starts(run),
         "data": data_card(run),
@@ -128,6 +130,8 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
         "start_up": _spendings(run.summary.get("start_up") or {}),
+        # Unknown without a configuration: then the page says what is missing.
+        "is_dense": run.config is not None and run.config.model.moe is None,
         "routing": _routing(run),
         "expert_layers": _expert_layers(run),
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.utils import ObjectWrapper
 
+from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.errors import StateError
 from cdrmix.log import columns, get_logger, log_shown, told_columns
 
@@ -32,6 +33,7 @@ _BAR_CELLS = 10
 # Metrics of a progress line in their order.
 _STEP_FORMATS = {
     "loss": "loss {:.4f}",
+    **{f"objective/{name}/loss": name + " {:.3f}" for name in OF_TOKENS},
     "stage_b/loss": "loss {:.4f}",
     "stage_b/recall": "recall {:.3f}",
     "stage_b/answered": "answered {:.3f}",
@@ -43,7 +45,14 @@ _STEP_FORMATS = {
     "tokens_per_second": "{:,.0f} tok/s",
 }
 # Metrics that a narrow terminal leaves out beside the bar, the first of them first.
-_DISPENSABLE = ("memory_peak_bytes", "learning_rate", "grad_norm", "tokens_per_second", "eta")
+_DISPENSABLE = (
+    "memory_peak_bytes",
+    *(f"objective/{name}/loss" for name in OF_TOKENS),
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "eta",
+)
 _EVALUATION_FORMATS = {
     "eval/loss": "loss {:.4f}",
     "eval/ema_loss": "of the average {:.4f}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from cdrmix.config.schema import TrainingConfig
 
@@ -44,6 +46,15 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
             else:
                 share = 1 - math.sqrt(min(1.0, (step - begin) / (last - begin)))
     return low + (high - low) * share
+
+
+def group_rate(step: int, training: TrainingConfig, group: Mapping[str, Any]) -> float:
+    """Learning rate of a parameter group at a step: one schedule for all groups.
+
+    A group's `rate_factor` is its peak over `training.learning_rate`; without one it is 1, and the
+    rate is that of `learning_rate` to the bit.
+    """
+    return learning_rate(step, training) * float(group.get("rate_factor", 1.0))
 
 
 def _cosine(progress: float) -> float:

@@ -68,6 +68,8 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         if topology.is_first_stage or topology.is_last_stage:
             model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
             model.embedding = split_embedding(model.embedding, topology)
+        if model.mtp is not None:  # whose blocks are made as others are
+            model.mtp.initialize(seed=config.training.seed, std=config.model.init_std)
         mark_copies(model, topology)
         if isinstance(model, PipelineStage):
             return Pipeline(model)

@@ -34,6 +34,7 @@ from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part, sum_over_ranks
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.blocks.block_type import is_v_first_made
 
 Measured = TypeVar("Measured")
 
@@ -61,7 +62,7 @@ class FrozenStages(Backbone):
             assert self._ticket is not None, "what learns is computed under `chained`"
             ticket = self._ticket
         # residual stream, and v_first once a stage before has made it, both [B, T, D]
-        v_first_arrives = "rwkv" in self.config.layer_kinds()[: self.layers.start]
+        v_first_arrives = is_v_first_made(self.config, self.layers.start)
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
         arrived = _Arrive.apply(x, ticket, self.topology, exchange.num_elements(parts, x.dtype))
         first = self.topology.is_first_stage

@@ -33,13 +33,15 @@ from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.moe import num_statistics
+from cdrmix.models.mtp import FurtherTokens
 from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.layout import stage_layers
+from cdrmix.planning.blocks.block_type import is_v_first_made
 from cdrmix.planning.plan import Plan
+from cdrmix.planning.stages import stage_layers
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -64,7 +66,7 @@ class PipelineStage(nn.Module):
         self.config = model
         self.topology = topology
         self.layers = stage_layers(model, length, degrees.pipeline)[topology.stage]
-        self.v_first_arrives = "rwkv" in model.layer_kinds()[: self.layers.start]
+        self.v_first_arrives = is_v_first_made(model, self.layers.start)
         # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
         self.activation_checkpointing = plan.activation_checkpointing
@@ -78,8 +80,16 @@ class PipelineStage(nn.Module):
         if topology.is_first_stage:
             self.embedding_norm = rms_norm(model)
         self.blocks = nn.ModuleDict({str(layer): block(model, layer) for layer in self.layers})
+        self.mtp: FurtherTokens | None = None
         if topology.is_last_stage:
             self.final_norm = rms_norm(model)
+            if model.mtp is not None:  # beside the copy of the embedding, which its depths read
+                self.mtp = FurtherTokens(
+                    model,
+                    block,
+                    activation_checkpointing=plan.activation_checkpointing,
+                    sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
+                )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """Runs a micro-batch of training through this stage.
@@ -120,8 +130,8 @@ class PipelineStage(nn.Module):
             **context,
         )
         # of all layers so far: the last stage needs them all, as it computes the routers' losses
-        if statistics is not None and earlier is not None:
-            statistics = torch.cat([earlier, statistics])
+        if earlier is not None:
+            statistics = earlier if statistics is None else torch.cat([earlier, statistics])
         if self.topology.is_last_stage:
             return Output(self.final_norm(x), statistics, after), None
         leaving = exchange.pack(*(part for part in (x, v_first, statistics) if part is not None))
@@ -136,8 +146,10 @@ class PipelineStage(nn.Module):
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
         if self.config.moe is not None:
             # counts of assignments, which bf16 would round beyond 256, [L, S]
-            statistics = (self.layers.start, num_statistics(self.config.moe))
-            parts.append((statistics, torch.float32))
+            before = sum(map(self.config.has_experts, range(self.layers.start)))
+            if before:
+                statistics = (before, num_statistics(self.config.moe))
+                parts.append((statistics, torch.float32))
         return parts
 
     def _unpack(
@@ -216,7 +228,7 @@ class StagedBackbone:
     @property
     def num_moe_layers(self) -> int:
         """Layers with a router, of all stages."""
-        return self.config.num_layers if self.config.moe else 0
+        return len(self.config.moe_layers())
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:

@@ -3,7 +3,7 @@
 Operations across tokens are replaced; the rest of a block is as on one rank. A token shift takes
 one token from the rank before. Attention exchanges tokens for heads: H / P heads see all T tokens.
 The recurrence does the same, or passes its state from rank to rank, whichever moves fewer bytes
-(planning/layout.py). Every rank runs the same operations, so that none skips a collective of
+(planning/blocks). Every rank runs the same operations, so that none skips a collective of
 another in the backward pass.
 
 In training only: in evaluation each rank reads whole samples of its own. `segment_ids` are those of
@@ -26,12 +26,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from cdrmix.config.schema import Config
-from cdrmix.models.attention import Attention, AttentionState, attend
+from cdrmix.models.attention import AttentionState, attend
 from cdrmix.models.block import Block
 from cdrmix.models.rwkv7 import TokenShift
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.layout import ELEMENT_BYTES, sequence_form
+from cdrmix.planning.blocks.block_type import SequenceForm, block_type
+from cdrmix.planning.layout import ELEMENT_BYTES
 
 
 def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
@@ -40,7 +41,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
         return
     parts = topology.degrees.sequence
     part = SequencePart(topology.sequence_group, parts, index=topology.data_rank % parts)
-    form = sequence_form(
+    form = block_type(block.config.layer_kinds()[block.layer]).sequence_form(
         config.model,
         sequence_length=config.training.sequence_length,
         sequence=parts,
@@ -48,11 +49,8 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
     )
     mixer = block.mixer
     mixer.carries_state = False  # no spans: the ranks exchange in each call
-    if isinstance(mixer, Attention):
-        mixer.attend = SpreadAttention(part)
-    else:
-        mixer.shift = SpreadShift(part)
-        mixer.recurrence = PassedState(part) if form == "state" else SpreadHeads(part)
+    for attribute, operation in mixer.across_tokens.items():
+        setattr(mixer, attribute, _SPREAD[operation, form](part))
     if block.ffn_shift is not None:
         block.ffn_shift.shift = SpreadShift(part)
 
@@ -163,6 +161,16 @@ class SpreadAttention(SpreadOperation):
         mixed, after = attend(query, keys, values, None, *rest)
         (mixed,) = Exchange.apply(self.part, False, mixed)
         return mixed, after
+
+
+# Operations across tokens, which mixers name in `across_tokens`, by the form of their exchange.
+_SPREAD: dict[tuple[str, SequenceForm], type[SpreadOperation]] = {
+    ("shift", "heads"): SpreadShift,
+    ("shift", "state"): SpreadShift,
+    ("wkv7", "heads"): SpreadHeads,
+    ("wkv7", "state"): PassedState,
+    ("attention", "heads"): SpreadAttention,
+}
 
 
 class Exchange(torch.autograd.Function):

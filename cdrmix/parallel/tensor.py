@@ -29,8 +29,12 @@ from torch.nn import functional as F
 from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
 from cdrmix.models.moe import MoEFeedForward
-from cdrmix.models.rwkv7 import TimeMix
-from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
+from cdrmix.objectives.language_model import (
+    HeadLoss,
+    LabelWeights,
+    VocabularyPart,
+    linear_losses,
+)
 from cdrmix.parallel.exchange import (
     enter_region,
     gather_rows,
@@ -39,6 +43,8 @@ from cdrmix.parallel.exchange import (
     sum_over_ranks,
 )
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.counts import block_parameters
+from cdrmix.planning.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -64,32 +70,12 @@ def is_copy(parameter: Tensor) -> bool:
     return getattr(parameter, "is_copy", False)
 
 
-# Parameters of a time mix by how they are cut; all others of its own are vectors over heads.
-_LOW_RANK_UPS = ("decay_up", "iclr_up", "value_up", "gate_up")  # [R, D]
-_READ_WHOLE = ("mu_", "decay_down", "iclr_down", "value_down", "gate_down")
-
-
 def split_block(block: Block, topology: Topology) -> None:
     """Cuts an initialised whole block to this rank's part of heads and features, in place."""
     if topology.tensor_group is None:
         return
-    if isinstance(block.mixer, TimeMix):
-        _split_region(block.mixer, ("receptance", "key", "value"), "output", topology)
-        whole = []  # what tokens are read by
-        for name, parameter in list(block.mixer.named_parameters(recurse=False)):
-            if name.startswith(_READ_WHOLE):
-                whole.append(name)
-            else:
-                dim = 1 if name in _LOW_RANK_UPS else 0
-                setattr(block.mixer, name, cut_block(parameter, topology, dim=dim))
-        # one group is one head, so the cut leaves each group's mean and variance as they were
-        norm = block.mixer.group_norm
-        norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
-        norm.num_groups //= topology.degrees.tensor
-        norm.num_channels = norm.weight.numel()
-        _sum_gradients_of(block.mixer, whole, topology)
-    else:
-        _split_region(block.mixer, ("query", "key", "value"), "output", topology)
+    parameters = list(block_parameters(block.config, block.layer))
+    _split_region(block.mixer, _inside(parameters, "mixer."), topology)
     if isinstance(block.ffn, MoEFeedForward):
         # experts stay whole: each tensor rank routes its share of the tokens that all of them hold
         layer = block.ffn.deepspeed_moe
@@ -97,8 +83,17 @@ def split_block(block: Block, topology: Topology) -> None:
         _sum_gradients_of(layer.gate, ["weight"], topology)
         _count_in_norm(layer.experts.parameters())
     else:
-        _split_region(block.ffn, ("up",), "down", topology)
+        _split_region(block.ffn, _inside(parameters, "ffn."), topology)
     mark_copies(block, topology)
+
+
+def _inside(parameters: Iterable[Parameter], prefix: str) -> list[Parameter]:
+    """Parameters of a part of a block, named from the part on."""
+    return [
+        each._replace(name=each.name.removeprefix(prefix))
+        for each in parameters
+        if each.name.startswith(prefix)
+    ]
 
 
 def mark_copies(module: nn.Module, topology: Topology) -> None:
@@ -127,20 +122,33 @@ def cut_block(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Paramete
     return part
 
 
-def _split_region(
-    region: nn.Module, columns: tuple[str, ...], row: str, topology: Topology
-) -> None:
-    """Cuts the maps into a region by outputs and the one out of it by inputs."""
-    for name in (*columns, row):
-        linear = getattr(region, name)
-        # without a bias, which the sum over the ranks would count P times
-        linear.weight = cut_block(linear.weight, topology, dim=1 if name == row else 0)
-        linear.out_features, linear.in_features = linear.weight.shape
-
+def _split_region(region: nn.Module, parameters: list[Parameter], topology: Topology) -> None:
+    """Cuts a region as planning lists its parameters: the maps into it by outputs and the one out
+    of it by inputs, what acts on heads or inner features by these."""
+    partial_ones: dict[nn.Module, list[str]] = {}  # names by module
+    for each in parameters:
+        path, _, name = each.name.rpartition(".")
+        module = region.get_submodule(path)
+        if each.cut is not None:
+            setattr(module, name, cut_block(getattr(module, name), topology, dim=each.cut))
+        elif each.is_partial:
+            partial_ones.setdefault(module, []).append(name)
     region.register_forward_pre_hook(lambda _, args: (enter_region(args[0], topology), *args[1:]))
-    getattr(region, row).register_forward_hook(
-        lambda _, args, part: sum_over_ranks(part, topology.tensor_group)
-    )
+    for module in region.modules():
+        if isinstance(module, nn.Linear):
+            whole_inputs = module.in_features
+            module.out_features, module.in_features = module.weight.shape
+            if module.in_features < whole_inputs:
+                # without a bias, which the sum over the ranks would count P times
+                assert module.bias is None, "a map out of a region has no bias"
+                module.register_forward_hook(
+                    lambda _, args, part: sum_over_ranks(part, topology.tensor_group)
+                )
+        elif isinstance(module, nn.GroupNorm):  # one group is one head
+            module.num_groups //= topology.degrees.tensor
+            module.num_channels = module.weight.numel()
+    for module, names in partial_ones.items():
+        _sum_gradients_of(module, names, topology)
 
 
 def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topology) -> None:
@@ -201,12 +209,12 @@ class VocabularyEmbedding(TokenEmbedding):
         part = super().logits(hidden).detach()
         return torch.cat(gather_rows(part.unsqueeze(0), self.topology).unbind(0), dim=-1)
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """Computes `zero3.next_token_nats` with the vocabulary in parts."""
+    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+        """Computes `zero3.next_token_losses` with the vocabulary in parts."""
         part = VocabularyPart(self.first_id, lambda x: gather_rows(x.unsqueeze(0), self.topology))
         # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
-        return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
+        return linear_losses(whole, self.weight, labels, weights, part)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:

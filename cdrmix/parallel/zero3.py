@@ -3,7 +3,7 @@
 DeepSpeed gathers a module's parameters around its calls. A parameter of another module must be
 registered with the module that reads it: DeepSpeed would notice only in an engine's forward pass,
 and an evaluation may come before that (0.19.8, runtime/zero/parameter_offload.py).
-`next_token_nats` is the loss under a head that is whole, cut or partitioned.
+`next_token_losses` is the loss under a head that is whole, cut or partitioned.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.hf.model import Head
 from cdrmix.models.backbone import Scorer, TokenEmbedding
-from cdrmix.models.rwkv7 import TimeMix
-from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.models.mixer import Mixer
+from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses
 from cdrmix.parallel.tensor import VocabularyEmbedding
 
 # (hidden states, weight of the head) -> logits or loss
-Score = Callable[[Tensor, Tensor], Tensor]
+Score = Callable[[Tensor, Tensor], Any]
 
 
 class _Head(nn.Module):
     """Use of the embedding as the head, a module so that DeepSpeed gathers the weight for it."""
 
-    def forward(self, hidden: Tensor, embedding: nn.Embedding, score: Score) -> Tensor:
+    def forward(self, hidden: Tensor, embedding: nn.Embedding, score: Score) -> Any:
         return score(hidden, embedding.weight)
 
 
@@ -51,12 +51,14 @@ class PartitionedEmbedding(TokenEmbedding):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the next token, [..., D] -> [..., V]."""
-        return self.head(hidden, self, F.linear)
+        logits: Tensor = self.head(hidden, self, F.linear)
+        return logits
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """Computes `next_token_nats` with the weight gathered."""
-        score = partial(linear_cross_entropy, labels=labels, label_weights=label_weights)
-        return self.head(hidden, self, score)
+    def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+        """Computes `next_token_losses` with the weight gathered."""
+        score = partial(linear_losses, labels=labels, weights=weights)
+        losses: HeadLoss = self.head(hidden, self, score)
+        return losses
 
 
 def partition(module: nn.Module, settings: dict[str, Any]) -> None:
@@ -71,11 +73,10 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
             break
     zero = runtime.import_deepspeed().zero
     zero.Init(module=module, config_dict_or_path=settings)
-    # A time mix computes its norm by F.group_norm: the module that owns the parameters is never
-    # called, so nothing would gather them.
+    # The module that owns such parameters is never called, so nothing would gather them.
     for part in module.modules():
-        if isinstance(part, TimeMix):
-            for parameter in part.group_norm.parameters():
+        for name in part.read_inside if isinstance(part, Mixer) else ():
+            for parameter in part.get_submodule(name).parameters():
                 zero.register_external_parameter(part, parameter)
 
 
@@ -90,7 +91,18 @@ def next_token_nats(
         labels: next token of each position, [...], int64; -100 is ignored.
         label_weights: factor of each position, [...], float32; None: 1.
     """
+    return next_token_losses(embedding, hidden, labels, LabelWeights(label_weights)).loss
+
+
+def next_token_losses(
+    embedding: Scorer, hidden: Tensor, labels: Tensor, weights: LabelWeights
+) -> HeadLoss:
+    """Computes `linear_losses` of hidden states under a head; the same on every tensor rank.
+
+    `embedding`, `hidden` and `labels` are as of `next_token_nats`. Any hidden states that the head
+    is to read will do, as those of further heads with labels further on.
+    """
     if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding | Head):
-        return embedding.cross_entropy(hidden, labels, label_weights)
+        return embedding.losses(hidden, labels, weights)
     assert isinstance(embedding, TokenEmbedding), "a model has one or the other"
-    return linear_cross_entropy(hidden, embedding.weight, labels, label_weights=label_weights)
+    return linear_losses(hidden, embedding.weight, labels, weights)

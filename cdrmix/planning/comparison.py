@@ -16,7 +16,7 @@ from cdrmix.planning.fine_tuning import with_adapters
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
-from cdrmix.planning.rules import UNAVAILABLE
+from cdrmix.planning.rule import UNAVAILABLE
 from cdrmix.planning.search import search
 from cdrmix.planning.text_page import Page, flops_text, size_text
 
@@ -299,6 +299,9 @@ def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
             f"scaling efficiency {100 * cost.scaling_efficiency:.0f} %"
         ),
     )
+    if cost.newton_schulz_flops_per_step:
+        flops = flops_text(cost.newton_schulz_flops_per_step)
+        yield "muon", f"{flops} of Newton-Schulz a step, {cost.newton_schulz_ratio:.2g} of training"
     run_time = time_text(86_400 * cost.days)
     name = "the run" if compared.plan.stage_b is None else "Stage A"
     yield name, f"{training.num_steps:,} steps, {run_time}"

@@ -10,23 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import (
     count,
+    flops_above_layers,
     forward_flops_by_layer,
-    head_flops,
     parameters,
     trained_params,
 )
-from cdrmix.planning.layout import (
-    Degrees,
-    Group,
-    Layout,
-    attention_bytes,
-    recurrence_bytes,
-    state_bytes,
-)
+from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.muon import muon_matrices, newton_schulz_flops_per_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
@@ -37,8 +32,6 @@ KERNEL_EFFICIENCY = 0.5
 LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 6e-3}
 # DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
 HOST_PARAMS_PER_SECOND = 1e9
-# Parameters that tensor ranks have whole but apply to their part: gradients are summed over them.
-_PARTIAL_GRADIENTS = (".mixer.mu_", "_down", ".router.weight")
 
 
 # Communication of a rank in one step by purpose: payload (bytes), time (seconds).
@@ -50,6 +43,8 @@ class Cost:
     """One optimizer step; as a dict, the plain values of `cdrmix plan --json`."""
 
     flops_per_step: int  # of the model, all ranks, no recomputation
+    newton_schulz_flops_per_step: int  # of Muon, all ranks; 0 without
+    newton_schulz_ratio: float  # of those to the FLOPs of the model
     compute_seconds: float  # of the busiest stage over all micro-steps, recomputation included
     communication_bytes: dict[str, int]  # payload by purpose, of the busiest rank
     communication_seconds: dict[str, float]  # time by purpose, of the busiest rank
@@ -95,19 +90,19 @@ class CostModel:
         self.training = config.training
         self.size = memory.element_bytes
         length = self.training.sequence_length
-        self.is_rwkv = [False] * self.model.num_layers
-        if self.model.kind == "rwkx":
-            self.is_rwkv = [kind == "rwkv" for kind in self.model.layer_kinds()]
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
         self.trained_params = trained_params(self.model)
-        forward = sum(self.layer_flops) + head_flops(self.model)
+        self.flops_above = flops_above_layers(self.model, length)
+        forward = sum(self.layer_flops) + self.flops_above
         # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
         self.passes = self.counts.train_flops_per_token / forward
+        self.muon_elements = muon_matrices(config)[1]
+        self.newton_schulz = newton_schulz_flops_per_step(config)
         self.peak = cluster.peak_flops[self.training.precision]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
         for p in parameters(self.model):
-            if p.layer is not None and any(part in p.name for part in _PARTIAL_GRADIENTS):
+            if p.layer is not None and p.is_partial:
                 self.partial_gradients[p.layer] += p.num_elements
 
     def estimate(self, layout: Layout) -> Cost:
@@ -118,12 +113,10 @@ class CostModel:
         # Seconds of a micro-step on the busiest stage, which the others wait for.
         stages = self.memory.stages(pipeline)
         forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
-        if self.activations.sequence_form(degrees) == "state":
-            # a token and RWKV layer: the op over K values more, and the entering state added to y
-            state_flops = 10 * self.model.hidden_size * self.model.head_dim
+        if degrees.sequence > 1:
             for stage, layers in enumerate(stages):
-                forward[stage] += sum(self.is_rwkv[layer] for layer in layers) * state_flops
-        forward[-1] += head_flops(self.model)
+                forward[stage] += self._flops_of_passed_states(layers, degrees)
+        forward[-1] += self.flops_above
         passes = self.passes + (1 if layout.activation_checkpointing else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
@@ -136,12 +129,17 @@ class CostModel:
         if layout.offloads_optimizer:
             shared = sum(self._held_by_fullest(degrees).values()) / degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
+        # of Muon's matrices each is orthogonalised on one rank, and they are shared out evenly
+        ranks = self.cluster.world_size
+        once += self.newton_schulz / (ranks * self.peak * KERNEL_EFFICIENCY)
         # the last stage starts after pipeline - 1 micro-steps of the others
         seconds = (compute + passing) * (steps + pipeline - 1) + once
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
         return Cost(
             flops_per_step=self.counts.train_flops_per_token * tokens,
+            newton_schulz_flops_per_step=self.newton_schulz,
+            newton_schulz_ratio=self.newton_schulz / (self.counts.train_flops_per_token * tokens),
             compute_seconds=compute * steps,
             communication_bytes={kind: payload for kind, (payload, _) in traffic.items()},
             communication_seconds={kind: taken for kind, (_, taken) in traffic.items()},
@@ -162,7 +160,6 @@ class CostModel:
         """Communication of blocks and stages in all micro-steps of a step."""
         degrees = layout.degrees
         steps = layout.gradient_accumulation_steps
-        layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if layout.activation_checkpointing else 0
         stream = self.activations.tokens(layout) * self.model.hidden_size * self.size
         traffic: _Traffic = {}
@@ -177,6 +174,8 @@ class CostModel:
         if expert > 1:  # there and back, forward and backward
             assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
             rows = stream * self.model.moe.top_k / tensor
+            stages = self.memory.stages(degrees.pipeline)
+            layers = max(sum(map(self.model.has_experts, stage)) for stage in stages)
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
         if tensor > 1:
@@ -210,32 +209,45 @@ class CostModel:
         layers = max(stages, key=len)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
         mixers = len(layers) * (3 if layout.activation_checkpointing else 2)
-        feed_forwards = len(layers) * 2
+        of_experts = sum(map(self.model.has_experts, layers))
+        dense = len(layers) - of_experts
         partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
         # log total and label's score of each position, float32
         scores = 8 * self.activations.tokens(layout) * layout.degrees.tensor
-        if self.model.moe is None:
-            return (mixers + feed_forwards + ends) * stream + partial, scores
-        return (mixers + ends) * stream + partial, feed_forwards * stream + scores
+        summed = (mixers + 2 * dense + ends) * stream + partial
+        return summed, 2 * of_experts * stream + scores
+
+    def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
+        """Forward FLOPs per token of a stage by which states cross sequence ranks."""
+        activations = self._saved()
+        return sum(
+            activations.types[layer].state_form_flops(self.model)
+            for layer in layers
+            if activations.sequence_form(layer, degrees) == "state"
+        )
+
+    def _saved(self) -> SavedActivations:
+        assert isinstance(self.activations, SavedActivations), "rules refuse Hugging Face models"
+        return self.activations
 
     def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
         """Bytes of the busiest stage in a micro-step: exchange of tokens for heads in a forward
         pass, last tokens of the rank before (for shifts) in all passes, gathered states."""
         degrees = layout.degrees
-        tokens = self.activations.tokens(layout)
+        activations = self._saved()
+        tokens = activations.tokens(layout)
         samples = layout.micro_batch_size
-        form = self.activations.sequence_form(degrees)
         most = (0.0, 0.0, 0.0)
-        passes = 6 if layout.activation_checkpointing else 4
+        passes = 3 if layout.activation_checkpointing else 2
         for layers in self.memory.stages(degrees.pipeline):
-            rwkv = sum(self.is_rwkv[layer] for layer in layers)
-            heads = (len(layers) - rwkv) * attention_bytes(self.model, tokens, self.size)
-            states = 0
-            if form == "heads":
-                heads += rwkv * recurrence_bytes(self.model, tokens, self.size)
-            else:
-                states = rwkv * state_bytes(self.model, samples, degrees.sequence)
-            halos = rwkv * passes * samples * self.model.hidden_size * self.size
+            heads = halos = states = 0
+            for layer in layers:
+                kind = activations.types[layer]
+                if activations.sequence_form(layer, degrees) == "state":
+                    states += kind.states_bytes(self.model, samples, degrees.sequence) or 0
+                else:
+                    heads += kind.heads_bytes(self.model, tokens, self.size) or 0
+                halos += passes * samples * kind.halo_values(self.model) * self.size
             most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
         return most
 
@@ -258,6 +270,8 @@ class CostModel:
                 "gradients_reduce_scatter": steps * self.size * self.trained_params,
                 "weights_all_gather": self.size * (steps * each_micro_step + once),
             }
+            if self.muon_elements:  # in float32 to the ranks that orthogonalise them, and back
+                payloads["muon_all_to_all"] = 8 * self.muon_elements // degrees.data
             share = (1 - 1 / degrees.data) / self._bandwidth(degrees.data)
             return {kind: (payload, payload * share) for kind, payload in payloads.items()}
         reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps

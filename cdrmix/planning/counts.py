@@ -14,6 +14,8 @@ from typing import NamedTuple
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.planning.adapters import trained_parameters
+from cdrmix.planning.blocks.block_type import block_type, block_types
+from cdrmix.planning.blocks.feed_forward import feed_forward_parameters, linears
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -24,7 +26,8 @@ class Counts(NamedTuple):
     # all parameters, also adapters; a tied embedding and head are counted once
     total_params: int
     # parameters used by one token: of the experts top_k per layer, and the whole embedding, which
-    # the head multiplies with
+    # the head multiplies with; without those that predict further tokens, which decoding can do
+    # without
     active_params: int
     train_flops_per_token: int  # forward and backward of one token without recomputation
 
@@ -35,11 +38,13 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
     Of a reasoning variant this is the backbone of Stage A; `stage_b_params` counts the rest.
     """
     total = params_by_part(model).total()
-    forward = sum(forward_flops_by_layer(model, sequence_length)) + head_flops(model)
+    forward = sum(forward_flops_by_layer(model, sequence_length))
+    forward += flops_above_layers(model, sequence_length)
     # the backward pass has twice the FLOPs of the forward pass, but for the gradients of frozen
     # matrices, which are not formed
     trained = 3 * forward - _frozen_flops(model)
-    active = sum(_used_elements(model, parameter) for parameter in parameters(model))
+    used = (parameter for parameter in parameters(model) if parameter.part != "mtp")
+    active = sum(_used_elements(model, parameter) for parameter in used)
     return Counts(total, active, train_flops_per_token=trained)
 
 
@@ -76,69 +81,62 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 def _backbone(model: ModelConfig) -> Iterator[Parameter]:
     width = model.hidden_size
-    yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
+    yield Parameter("embedding.weight", (model.vocab_size, width), "embedding", cut=0)
     yield Parameter("embedding_norm.weight", (width,), "norms")
-    inner = model.ffn_hidden_size
-    feed_forward = [
-        Parameter("ffn.up.weight", (inner, width), "feed_forward"),
-        Parameter("ffn.down.weight", (width, inner), "feed_forward"),
-    ]
-    if model.moe is not None:
-        experts = model.moe.num_experts
-        inner = model.moe.expert_hidden_size
-        feed_forward = [
-            Parameter("ffn.router.weight", (experts, width), "router"),
-            Parameter("ffn.experts.up", (experts, inner, width), "experts"),
-            Parameter("ffn.experts.down", (experts, width, inner), "experts"),
-        ]
-    kv_width = model.num_kv_heads * model.head_dim
-    attention = {"query": width, "key": kv_width, "value": kv_width, "output": width}
-    # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
-    creates_v_first = True
-    for layer, kind in enumerate(model.layer_kinds()):
-        block = [Parameter("mixer_norm.weight", (width,), "norms")]
-        if kind == "transformer":
-            for name, rows in attention.items():
-                block.append(Parameter(f"mixer.{name}.weight", (rows, width), "attention"))
-        else:
-            block += _time_mix(model, creates_v_first=creates_v_first)
-            creates_v_first = False
-        block.append(Parameter("ffn_norm.weight", (width,), "norms"))
-        if kind == "rwkv":
-            block.append(Parameter("ffn_shift.mu", (width,), "feed_forward"))
-        for each in block + feed_forward:
+    for layer in range(model.num_layers):
+        for each in block_parameters(model, layer):
             yield each._replace(name=f"blocks.{layer}.{each.name}", layer=layer)
     yield Parameter("final_norm.weight", (width,), "norms")
+    yield from further_parameters(model)
 
 
-def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> Iterator[Parameter]:
+def is_further(name: str) -> bool:
+    """Tells if a logical name is of a part that predicts further tokens."""
+    return name.startswith("mtp.")
+
+
+def further_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Parameters that predict further tokens (`models/mtp.py`), in the order of the module."""
+    if model.mtp is None:
+        return
     width = model.hidden_size
-    ranks = model.low_rank_sizes()
-    for name in ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g"):
-        yield Parameter(f"mixer.{name}", (width,), "time_mix")
-    low_rank = {"decay": ranks.decay, "iclr": ranks.iclr, "value": ranks.value, "gate": ranks.gate}
-    if creates_v_first:
-        del low_rank["value"]
-    for name, rank in low_rank.items():
-        if name != "gate":
-            yield Parameter(f"mixer.{name}_bias", (width,), "low_rank")
-        yield Parameter(f"mixer.{name}_down", (width, rank), "low_rank")
-        yield Parameter(f"mixer.{name}_up", (rank, width), "low_rank")
-    for name in ("k_k", "k_a", "r_k"):
-        yield Parameter(f"mixer.{name}", (width,), "time_mix")
-    for name in ("receptance", "key", "value", "output"):
-        yield Parameter(f"mixer.{name}.weight", (width, width), "time_mix")
-    for name in ("weight", "bias"):
-        yield Parameter(f"mixer.group_norm.{name}", (width,), "norms")
+    sizes = model.further_blocks()
+    block = [
+        each._replace(name=f"block.{each.name}", part="mtp")
+        for each in block_parameters(sizes, model.num_layers)
+    ]
+    final = Parameter("final_norm.weight", (width,), "mtp")
+    if model.mtp.kind == "deepseek":
+        norms = [Parameter(f"{name}_norm.weight", (width,), "mtp") for name in ("hidden", "token")]
+        own = [*norms, Parameter("projection.weight", (width, 2 * width), "mtp"), *block, final]
+    elif model.mtp.head == "block":
+        own = [*block, final]
+    else:
+        own = [Parameter("map.weight", (width, width), "mtp")]
+    for place in range(2, model.mtp.num_tokens + 1):
+        for each in own:
+            yield each._replace(name=f"mtp.{place}.{each.name}")
+
+
+def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    """Every parameter of a block of RWKX-V in the order of the module, named from the block on."""
+    width = model.hidden_size
+    kind = block_type(model.layer_kinds()[layer])
+    yield Parameter("mixer_norm.weight", (width,), "norms")
+    yield from kind.parameters(model, layer)
+    yield Parameter("ffn_norm.weight", (width,), "norms")
+    if kind.shifts_channels:
+        yield Parameter("ffn_shift.mu", (width,), "feed_forward")
+    yield from feed_forward_parameters(model, layer)
 
 
 def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int]:
     """Forward FLOPs per token of each block; the backward pass takes twice as many.
 
-    They are 2 per multiply-accumulate of the matrices, 8 D N for the recurrence of an RWKV block
-    with heads of N (independent of the kernel), 5 D N for that of a Mamba-2 mixer with D inner
-    features and states of N, 2 T D for the causal half of attention, where D is the width of all
-    heads and T the sequence length.
+    They are 2 per multiply-accumulate of the matrices, and those of a block type's mixing beside
+    them. In layers of a Hugging Face model mixing takes 2 T D for the causal half of attention,
+    where D is the width of all heads and T the sequence length, and 5 D N for a Mamba-2 mixer with
+    D inner features and states of N.
     """
     flops = _mixing_flops(model, sequence_length)
     for parameter in parameters(model):
@@ -149,10 +147,8 @@ def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int
 
 def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
     """Forward FLOPs per token of each block's mixer, without those of its matrices."""
-    width = model.hidden_size
     if model.kind == "rwkx":
-        mixing = {"transformer": 2 * sequence_length * width, "rwkv": 8 * width * model.head_dim}
-        return [mixing[kind] for kind in model.layer_kinds()]
+        return [kind.mixing_flops(model, sequence_length) for kind in block_types(model)]
     found = folder_model(model)
     attention = 2 * sequence_length * found.query_width
     recurrence = 5 * found.mamba.inner * found.mamba.state_size if found.mamba else 0
@@ -180,6 +176,20 @@ def _frozen_flops(model: ModelConfig) -> int:
         return 0
     frozen = (each for each in parameters(model) if not each.is_trained and each.layer is not None)
     return sum(_used_flops(model, each) for each in frozen) + head_flops(model)
+
+
+def flops_above_layers(model: ModelConfig, sequence_length: int) -> int:
+    """Forward FLOPs per token of what the last pipeline stage computes behind its layers: the head,
+    and each further token's part with the head once more."""
+    if model.mtp is None:
+        return head_flops(model)
+    further = model.mtp.num_tokens - 1
+    matrices = sum(_used_flops(model, parameter) for parameter in further_parameters(model))
+    mixing = 0
+    if model.mtp.kind == "deepseek" or model.mtp.head == "block":
+        sizes = model.further_blocks()
+        mixing = _mixing_flops(sizes, sequence_length)[-1]
+    return (1 + further) * head_flops(model) + matrices + further * mixing
 
 
 def head_flops(model: ModelConfig) -> int:
@@ -216,23 +226,15 @@ def stage_b_params(
 ) -> StageBCounts:
     """Counts the parameters of Stage B as built, with the adapters of some blocks (None: of all).
 
-    Adapters are on receptance, key and value of RWKV blocks, on query, key, value and output of
-    Transformer blocks, and on dense feed-forwards; experts have none.
+    Adapters are on the layers that block types name, and on dense feed-forwards; experts have none.
     """
     width = model.hidden_size
     rank = stage_b.adapters.rank
-    kv_width = model.num_kv_heads * model.head_dim
-    # (input, output) features
-    matrices = {
-        "rwkv": [(width, width)] * 3,
-        "transformer": [(width, width), (width, kv_width), (width, kv_width), (width, width)],
-    }
-    inner = model.ffn_hidden_size
-    dense = [(width, inner), (inner, width)] if model.moe is None else []
-    kinds = model.layer_kinds()
-    if layers is not None:
-        kinds = kinds[layers.start : layers.stop]
-    adapted = [matrix for kind in kinds for matrix in matrices[kind] + dense]
+    adapted = [
+        matrix
+        for layer in (range(model.num_layers) if layers is None else layers)
+        for matrix in _adapted_matrices(model, layer)
+    ]
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
     policy = width * _POLICY_ACTIONS + (_POLICY_FEATURES + 1) * _POLICY_ACTIONS
@@ -245,3 +247,14 @@ def stage_b_params(
         retrieval=2 * width * summary,
         plastic_state=len(adapted) * rank**2,
     )
+
+
+def _adapted_matrices(model: ModelConfig, layer: int) -> Iterator[tuple[int, int]]:
+    """(input, output) features of the linear layers of a block that have plastic adapters."""
+    names = [f"mixer.{name}.weight" for name in block_type(model.layer_kinds()[layer]).adapted]
+    if not model.has_experts(layer):
+        names += [f"ffn.{name}.weight" for name in linears(model)]
+    for parameter in block_parameters(model, layer):
+        if parameter.name in names:
+            leaving, entering = parameter.shape
+            yield entering, leaving

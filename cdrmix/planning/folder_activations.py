@@ -19,7 +19,8 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.adapters import targets_of
 from cdrmix.planning.counts import parameters, params_by_part
 from cdrmix.planning.folder_model import FolderModel, Half, Mamba, folder_model
-from cdrmix.planning.layout import ELEMENT_BYTES, Degrees, Layout, SequenceForm, stage_layers
+from cdrmix.planning.layout import ELEMENT_BYTES, Layout
+from cdrmix.planning.stages import stage_layers
 
 _FLOAT32 = 4
 _INDEX = 8
@@ -52,10 +53,6 @@ class FolderActivations:
     def tokens(self, layout: Layout) -> int:
         """Tokens of a rank's micro-batch."""
         return layout.micro_batch_size * self.training.sequence_length
-
-    def sequence_form(self, degrees: Degrees) -> SequenceForm:
-        """Exchange of sequence ranks: none, as there are none."""
-        return "whole"
 
     def spans(self, layout: Layout) -> tuple[int, int]:
         """Number of spans in which a sample is recomputed, and their tokens: one of all."""

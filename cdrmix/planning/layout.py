@@ -1,30 +1,18 @@
-"""Parallel layout of a run: degrees, pipeline stages, and the exchange of sequence ranks.
-
-Sequence ranks exchange data for a recurrence in one of two forms:
-
-heads   all-to-all from a rank's tokens with all heads to all tokens with a rank's heads: r, lw, k,
-        v, a, b there and y back, in their own types (lw is float32)
-state   each rank runs its own tokens and computes their contribution to the state and the map that
-        they apply to the entering one: [V + K, K] a head, float32, gathered by all ranks
-
-Attention always exchanges heads. Byte counts are those that a rank receives in a forward pass, its
-own part included; a backward pass receives as many. The state form also runs the recurrence over
-V + K values a head instead of V.
-"""
+"""Parallel layout of a run: degrees, and what a run is laid out with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.planning.counts import forward_flops_by_layer, head_flops
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
-# Optimizer groups, as `optimizers/adamw.py` makes them.
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # by precision
+# Optimizer groups, as `optimizers/adamw.py` makes them. With Muon (`optimizers/groups.py`) its
+# matrices are `matrices`, and `vectors` are all that is AdamW's.
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 
@@ -126,62 +114,3 @@ class Layout:
     offloads_parameters: bool = False  # True if partitions of the weights are too (ZeRO-3)
     # DeepSpeed's `reduce_bucket_size` (elements)
     bucket_elements: int = 500_000_000  # DeepSpeed's default
-
-
-SequenceForm = Literal["whole", "heads", "state"]  # whole: nothing is exchanged
-FLOAT32_BYTES = 4
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # by precision
-
-
-def recurrence_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
-    """Bytes of one RWKV layer's exchange of heads for `tokens` tokens of a rank."""
-    return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)
-
-
-def attention_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
-    """Bytes of one Transformer layer's exchange of heads for `tokens` tokens of a rank."""
-    kv_width = model.num_kv_heads * model.head_dim
-    return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
-
-
-def state_bytes(model: ModelConfig, samples: int, sequence: int) -> int:
-    """Bytes of one RWKV layer's states of `samples` samples, gathered from `sequence` ranks."""
-    return sequence * samples * 2 * model.head_dim * model.hidden_size * FLOAT32_BYTES
-
-
-def sequence_form(
-    model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
-) -> SequenceForm:
-    """Form that exchanges fewer bytes when `sequence` ranks share a sample."""
-    # one sample decides, as both forms grow with the number of samples
-    if sequence == 1:
-        return "whole"
-    by_heads = recurrence_bytes(model, sequence_length // sequence, element_bytes)
-    return "state" if state_bytes(model, 1, sequence) < by_heads else "heads"
-
-
-def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
-    """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block."""
-    flops = forward_flops_by_layer(model, sequence_length)
-    head = head_flops(model)  # computed by the last stage
-    reached = list(accumulate(flops))
-    share = (reached[-1] + head) / pipeline
-    cuts = [0]
-    for stage in range(1, pipeline):
-        open_cuts = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
-        distances = {cut: abs(reached[cut - 1] - share * stage) for cut in open_cuts}
-        cuts.append(min(distances, key=distances.__getitem__))
-    return [range(*pair) for pair in pairwise([*cuts, len(flops)])]
-
-
-def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
-    """Values per token that cross the boundary before each stage, and after the last one (0).
-
-    They are the residual stream, and v_first behind the RWKV block that creates it, whose heads are
-    split over tensor ranks.
-    """
-    kinds = model.layer_kinds()
-    width = model.hidden_size
-    # the first RWKV block creates v_first, and all later ones mix it in
-    has_v_first = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
-    return [0, *(width + created * width // degrees.tensor for created in has_v_first), 0]

@@ -5,8 +5,8 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py; tests/parity/test_m
 equal to the byte:
 
 * each parameter group is one flat buffer, padded to twice the number of ranks that partition it;
-* masters, mean and square are float32 and partitioned, also where weights are float32 already; so
-  is the average of the weights (optimizers/average.py), where one is kept;
+* masters, mean and square, or Muon's momentum, are float32 and partitioned, also where weights
+  are float32 already; so is the average of the weights (optimizers/average.py), where one is kept;
 * bf16 with float32 accumulation under ZeRO-1 uses BF16_Optimizer: float32 gradients of all
   parameters on every rank, besides the bf16 ones of the backward pass;
 * under ZeRO-2 it has a float32 partition; without a separate accumulation type it stores every
@@ -26,21 +26,16 @@ from itertools import accumulate
 from typing import Literal
 
 from cdrmix.config.schema import Config
-from cdrmix.planning.activations import SavedActivations, WKVForm
+from cdrmix.planning.activations import SavedActivations
+from cdrmix.planning.blocks.block_type import WKVForm
+from cdrmix.planning.blocks.feed_forward import feed_forward_workspace, linears
 from cdrmix.planning.cluster import GIB, Memory
-from cdrmix.planning.counts import parameters
+from cdrmix.planning.counts import further_parameters, parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
-from cdrmix.planning.layout import (
-    GROUPS,
-    Degrees,
-    Group,
-    Layout,
-    attention_bytes,
-    boundary_values,
-    recurrence_bytes,
-    state_bytes,
-)
+from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
+from cdrmix.planning.muon import matrices_of, takes_muon
+from cdrmix.planning.stages import boundary_values
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -48,11 +43,6 @@ LOGIT_POSITIONS = 1024
 # of what is allocated and freed in each step, and CUDA context and communicators outside torch.
 FRAGMENTED_SHARE = 0.05
 CONTEXT_BYTES = GIB
-# bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
-# four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
-_FLA_WORKSPACE = 32
-# Parameters that every tensor rank has whole: not of heads, inner features or vocabulary rows.
-_REPLICATED = ("_norm.weight", "mixer.mu_", "_down", "ffn_shift.mu", "router.weight")
 # DeepSpeed's defaults for ZeRO-3 (elements), which no shipped profile changes.
 PERSISTENT_ELEMENTS = 100_000  # parameters up to this size stay whole between steps
 REUSE_DISTANCE = 1_000_000_000  # a parameter read again within this many stays gathered
@@ -80,11 +70,10 @@ class MemoryModel:
         self.stages = self.activations.stages
         self.element_bytes = self.activations.element_bytes
         self._is_bf16 = config.training.precision == "bf16"
-        # of each parameter: float32 master, mean and square, and their average where one is kept
-        self._saved_bytes = 12 if config.training.ema_decay is None else 16
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
+        self._of_muon: set[Group] = set()
         experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
@@ -94,12 +83,15 @@ class MemoryModel:
             if not parameter.is_trained:
                 self._frozen.append(parameter.num_elements)
                 continue
-            # as `optimizers/adamw.py` groups them
-            group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
+            # as `optimizers/adamw.py` groups them, or `optimizers/groups.py`
+            is_muon = takes_muon(parameter, config.optimizer)
+            is_matrix = is_muon if config.optimizer.kind == "muon" else len(parameter.shape) > 1
+            group: Group = "matrices" if is_matrix else "vectors"
             if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"
-            is_replicated = any(part in parameter.name for part in _REPLICATED)
-            is_split = not is_replicated or "group_norm" in parameter.name
+            if is_muon:
+                self._of_muon.add(group)
+            is_split = parameter.cut is not None
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
             self._parts[key][group, is_split] += parameter.num_elements
@@ -135,11 +127,11 @@ class MemoryModel:
         if not has_copy:
             return memory
         if layout.zero_stage == 3:
-            shares = [-(-elements // degrees.data) for _, elements, _ in self._parameters]
+            shares = [(g, -(-elements // degrees.data)) for g, elements, _ in self._parameters]
         else:
             held = self.held(degrees, stage)
-            shares = [-(-n // degrees.optimizer_ranks(group)) for group, n in held.items()]
-        copied = self._saved_bytes * sum(shares)
+            shares = [(group, -(-n // degrees.optimizer_ranks(group))) for group, n in held.items()]
+        copied = sum(self._state_bytes(group, n, partitions=0) for group, n in shares)
         if self.device == "cuda":
             return replace(memory, checkpoint=copied)
         return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
@@ -163,6 +155,7 @@ class MemoryModel:
             keys.append("embedding_norm.weight")
         if stage == pipeline - 1:
             keys.append("final_norm.weight")
+            keys += [parameter.name for parameter in further_parameters(self.model)]
         return sum((self._parts[key] for key in keys), Counter())
 
     def _sizes(self, degrees: Degrees, group: Group) -> list[int]:
@@ -194,8 +187,8 @@ class MemoryModel:
         padded = {g: -(-n // (2 * ranks[g])) * 2 * ranks[g] for g, n in held.items()}
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
-        # AdamW counts its steps in a tensor
-        optimizer = self._saved_bytes * shared + 4 * len(parts)
+        optimizer = sum(self._state_bytes(g, n, partitions=1) for g, n in parts.items())
+        optimizer += self._neuron_bytes(degrees, held)
         weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())
@@ -217,6 +210,38 @@ class MemoryModel:
         host += size * (shared + self._largest(degrees) + accumulated)
         return Memory(weights, gradients, optimizer=0, host=host)
 
+    def _state_bytes(self, group: Group, elements: int, *, partitions: int) -> int:
+        """Bytes of masters and optimizer state of so many elements in flat partitions.
+
+        float32 master and momentum of Muon; master, mean and square of AdamW, which counts its
+        steps in a tensor of each partition; and the average of the masters where one is kept.
+        """
+        average = 0 if self.config.training.ema_decay is None else 4 * elements
+        if group in self._of_muon:
+            return 8 * elements + average
+        return 12 * elements + average + 4 * partitions
+
+    def _neuron_bytes(self, degrees: Degrees, held: dict[Group, int]) -> int:
+        """Bytes of NorMuon's mean squares on a rank: a row's is where its matrix is owned.
+
+        A rank's share, rounded up, of the rows of what it holds: the ranks' differ by matrices.
+        """
+        optimizer = self.config.optimizer
+        if optimizer.kind != "muon" or not optimizer.neuron_norm:
+            return 0
+        rows: Counter[bool] = Counter()  # of experts, and of the rest
+        for parameter in parameters(self.model):
+            if takes_muon(parameter, optimizer):
+                number, of_each, _ = matrices_of(parameter)
+                rows[parameter.part == "experts"] += number * of_each
+        stages = degrees.pipeline
+        group: Group = "experts" if "experts" in held else "matrices"
+        of_experts = -(-rows[True] // (degrees.split_ranks(group) * stages))
+        return 4 * (
+            -(-of_experts // degrees.optimizer_ranks(group))
+            + -(-rows[False] // (degrees.data * stages))
+        )
+
     def _zero3_states(self, layout: Layout) -> Memory:
         """Bytes of weights, gradients and optimizer under ZeRO-3.
 
@@ -227,23 +252,25 @@ class MemoryModel:
         size = self.element_bytes
         frozen = sum(-(-elements // data) for elements in self._frozen)
         whole = sum(elements for elements in self._frozen if elements <= PERSISTENT_ELEMENTS)
-        shared = 0
-        sub_groups = 0  # stepped one by one, each with a step count; closed as soon as large enough
+        shared = optimizer = 0
         for group in GROUPS:
-            filled = 0
+            # stepped one by one, each with a step count; closed as soon as large enough
+            sub_groups = of_group = filled = 0
             for elements in self._sizes(Degrees(), group):
                 partition = -(-elements // data)
-                shared += partition
+                of_group += partition
                 whole += elements if elements <= PERSISTENT_ELEMENTS else 0
                 filled += partition
                 if filled >= SUB_GROUP_ELEMENTS:
                     sub_groups += 1
                     filled = 0
             sub_groups += filled > 0
+            shared += of_group
+            optimizer += self._state_bytes(group, of_group, partitions=sub_groups)
         # the partition of a single rank is whole already
         weights = size * (shared + frozen + (whole if data > 1 else 0))
         gradients = (4 if self._is_bf16 else size) * shared
-        optimizer = self._saved_bytes * shared + 4 * sub_groups
+        optimizer += self._neuron_bytes(layout.degrees, self.held(layout.degrees, 0))
         host = 0
         if layout.offloads_optimizer:
             # float32 gradients for the optimizer, besides the accumulated ones
@@ -321,6 +348,9 @@ class MemoryModel:
             buffers["logits"] = chunk
             if self.model.lora is None:
                 buffers["logits"] += self.head_gradient(degrees)
+            if self.model.mtp is not None:  # what the head scores for all tokens ahead, stacked
+                stream = size * self.model.hidden_size
+                buffers["further_tokens"] = self.model.mtp.num_tokens * stream * tokens
         mask = self.activations.segment_mask(layout)
         if mask:  # booleans first, compared and cut to the lower triangle, a byte each
             buffers["segment_mask"] = 2 * mask // size
@@ -333,13 +363,8 @@ class MemoryModel:
             surplus = (moe.capacity_factor - 1) * self.activations.routed_row()
             per_row = 3 * self.model.hidden_size * size * moe.capacity_factor + surplus
             buffers["all_to_all"] = int(rows * per_row)
-        if degrees.sequence > 1:  # the larger message of both mixers, sent and received
-            largest = attention_bytes(self.model, tokens, size)
-            if self.activations.sequence_form(degrees) == "heads":
-                recurrence = recurrence_bytes(self.model, tokens, size)
-            else:
-                recurrence = state_bytes(self.model, layout.micro_batch_size, degrees.sequence)
-            buffers["sequence_exchange"] = 2 * max(largest, recurrence) // degrees.tensor
+        if degrees.sequence > 1:  # the largest message of a mixer, sent and received
+            buffers["sequence_exchange"] = 2 * self._largest_exchange(layout) // degrees.tensor
         if layout.zero_stage == 3:
             # the last layers of the forward pass stay gathered: the backward pass reads them soon
             sizes = self._all_sizes()
@@ -354,6 +379,21 @@ class MemoryModel:
             in_flight = self.activations.in_flight(layout, stage)
             buffers["pipeline"] = (in_flight + 1) * (before + after)
         return buffers | self.allowances(activations + sum(buffers.values()))
+
+    def _largest_exchange(self, layout: Layout) -> int:
+        """Bytes of the largest message that sequence ranks exchange for a mixer."""
+        activations = self.activations
+        assert isinstance(activations, SavedActivations), "rules refuse it of Hugging Face models"
+        tokens = activations.tokens(layout)
+        largest = 0
+        for layer, kind in enumerate(activations.types):
+            if activations.sequence_form(layer, layout.degrees) == "state":
+                sequence = layout.degrees.sequence
+                message = kind.states_bytes(self.model, layout.micro_batch_size, sequence)
+            else:
+                message = kind.heads_bytes(self.model, tokens, self.element_bytes)
+            largest = max(largest, message or 0)
+        return largest
 
     def allowances(self, moving: int) -> dict[str, int]:
         """Bytes that a GPU takes beside the `moving` ones, allocated and freed in each step."""
@@ -386,19 +426,13 @@ class MemoryModel:
         if isinstance(self.activations, FolderActivations):
             return self.activations.workspace(layout) + self._largest_block()
         degrees = layout.degrees
-        size = self.element_bytes
         tokens = self.activations.tokens(layout)
         _, span = self.activations.spans(layout)
-        model = self.model
-        inner = model.ffn_hidden_size
-        if model.moe is not None:
-            inner = model.moe.top_k * model.moe.expert_hidden_size
-        feed_forward = 2 * inner * size
-        mixer = 12 * model.hidden_size * size  # six mixes, and the mixer's input
-        if self.activations.wkv == "fla" and "rwkv" in model.layer_kinds():
-            mixer += _FLA_WORKSPACE * model.hidden_size
+        setting = self.activations.setting
+        feed_forward = feed_forward_workspace(setting)
+        mixer = max(kind.workspace(setting) for kind in self.activations.types)
         # with sequence ranks, a mixer is recomputed over all tokens of the rank
-        mixed = span if self.activations.sequence_form(degrees) == "whole" else tokens
+        mixed = span if degrees.sequence == 1 else tokens
         passing = max(feed_forward * span, mixer * mixed) // degrees.tensor
         return passing + self.block_gradients(layout, stage)
 
@@ -406,9 +440,12 @@ class MemoryModel:
         """Bytes of the gradients of a block's largest parameters; a frozen block has none."""
         degrees = layout.degrees
         model = self.model
-        layer = self._parts[self.stages(degrees.pipeline)[stage][0]]
-        experts = -(-layer["experts", True] // degrees.expert)
-        return self.element_bytes * (experts or 2 * model.hidden_size * model.ffn_hidden_size)
+        dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
+        largest = 0
+        for layer in self.stages(degrees.pipeline)[stage]:
+            experts = -(-self._parts[layer]["experts", True] // degrees.expert)
+            largest = max(largest, experts or dense)
+        return self.element_bytes * largest
 
     def _largest_block(self) -> int:
         """Bytes of the gradients of the block with most trained parameters."""

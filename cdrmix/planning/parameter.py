@@ -17,6 +17,7 @@ Part = Literal[
     "experts",
     "norms",
     "adapters",
+    "mtp",
 ]
 
 
@@ -28,6 +29,11 @@ class Parameter(NamedTuple):
     part: Part  # part of the model
     layer: int | None = None  # index of the block from the input; None outside the blocks
     is_trained: bool = True  # False: frozen, without gradient and optimizer states
+    # axis along which tensor ranks share it, or expert ranks if it is of experts; None: each has it
+    # whole
+    cut: int | None = None
+    # whole, but applied to a rank's heads or tokens: its gradients are summed over tensor ranks
+    is_partial: bool = False
 
     @property
     def num_elements(self) -> int:

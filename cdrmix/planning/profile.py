@@ -12,17 +12,11 @@ from dataclasses import replace
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning import rules, zero
+from cdrmix.planning.blocks.block_type import block_types
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.fine_tuning import training_reason, warnings_of
-from cdrmix.planning.layout import (
-    ELEMENT_BYTES,
-    Combination,
-    Degrees,
-    recurrence_bytes,
-    sequence_form,
-    state_bytes,
-)
+from cdrmix.planning.layout import ELEMENT_BYTES, Combination, Degrees
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.search import combinations, search
@@ -242,19 +236,23 @@ def _speed_reason(plan: Plan, faster: Plan, config: Config, cluster: Cluster) ->
 
 
 def _sequence_reason(config: Config, degrees: Degrees) -> str:
-    """Compares the bytes of both exchanges of a recurrence."""
+    """Compares the bytes of both exchanges of a recurrence, if the model has one."""
     length = config.training.sequence_length
     size = ELEMENT_BYTES[config.training.precision]
-    form = sequence_form(
-        config.model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
-    )
-    passed = "pass their state" if form == "state" else "exchange heads"
-    state = state_bytes(config.model, 1, degrees.sequence) / 2**20
-    heads = recurrence_bytes(config.model, length // degrees.sequence, size) / 2**20
-    return (
-        f"recurrences {passed}: {state:.3g} MiB of states a layer and sample, {heads:.3g} MiB of "
-        "heads"
-    )
+    for kind in block_types(config.model):
+        state = kind.states_bytes(config.model, 1, degrees.sequence)
+        heads = kind.heads_bytes(config.model, length // degrees.sequence, size)
+        if state is None or heads is None:
+            continue
+        form = kind.sequence_form(
+            config.model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
+        )
+        passed = "pass their state" if form == "state" else "exchange heads"
+        return (
+            f"recurrences {passed}: {state / 2**20:.3g} MiB of states a layer and sample, "
+            f"{heads / 2**20:.3g} MiB of heads"
+        )
+    return "attention exchanges heads"
 
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:

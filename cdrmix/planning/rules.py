@@ -8,52 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
+from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
-from cdrmix.planning.deepspeed_json import profile_path
+from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import Combination
-
-UNAVAILABLE = "not available in this version"
-# Sources of rules that no library states.
-_OF_RANKS = "layout of ranks"
-# Sections of a DeepSpeed profile, with which a message about one begins.
-_SECTIONS = ("zero_optimization.", "pipeline.")
-# Source of rules that refuse what is valid but not implemented yet.
-THIS_VERSION = "this version"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A kind of combination that is refused, or warned of."""
-
-    id: str  # short stable name for tests and documents
-    applies: Callable[[Combination], object]  # function that is true of such a combination
-    # settings, reason and advice, with the names `x` (the combination), `found` (what `applies`
-    # returns) and `unavailable`; or a function that returns all this
-    text: str | Callable[[Combination], str]
-    source: str  # origin of the reason
-
-    def message(self, combination: Combination) -> str:
-        """Returns the settings of a combination that are refused, the reason and advice."""
-        if not isinstance(self.text, str):
-            return self.text(combination)
-        found = self.applies(combination)
-        return self.text.format(x=combination, found=found, unavailable=UNAVAILABLE)
-
-    def report(self, combination: Combination) -> str:
-        """Returns the message with its place: the profile if it is about DeepSpeed's settings, else
-        the configuration."""
-        message = self.message(combination)
-        place = combination.config.name
-        if message.startswith(_SECTIONS):
-            place = combination.profile
-            path = profile_path(place)
-            if place == path.stem:
-                place = f"ds_configs/{path.name}"
-        return f"{place}: {message}"
+from cdrmix.planning.muon import ratio_warning
+from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
@@ -68,7 +33,7 @@ def broken(combination: Combination, *, of_this_version: bool = True) -> list[st
     that only refuse what is valid but not implemented yet."""
     rules = [rule for rule in RULES if of_this_version or rule.source != THIS_VERSION]
     found = [rule for rule in rules if rule.applies(combination)]
-    if any(rule.source == _OF_RANKS for rule in found):
+    if any(rule.source == OF_RANKS for rule in found):
         # the number of ranks that read samples follows from the degrees
         found = [rule for rule in found if rule.id != "batch-divides"]
     return [rule.report(combination) for rule in found]
@@ -157,7 +122,7 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
         )
 
     name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
-    return Rule(f"{degree}-divides-{name}", applies, message, _OF_RANKS)
+    return Rule(f"{degree}-divides-{name}", applies, message, OF_RANKS)
 
 
 def _world_message(combination: Combination) -> str:
@@ -189,7 +154,7 @@ def _nearest_worlds(combination: Combination) -> list[int]:
     parallel = combination.config.parallel
     inner = combination.degrees.model_ranks
     kept = parallel.expert or 1
-    depends = [rule for rule in RULES if rule.source == _OF_RANKS or rule.id in _OF_EVERY_WORLD]
+    depends = [rule for rule in RULES if rule.source == OF_RANKS or rule.id in _OF_EVERY_WORLD]
 
     def is_legal(world: int) -> bool:
         data = world // inner
@@ -257,7 +222,7 @@ def _whole_models() -> tuple[Rule, ...]:
                 "ZeRO-2 and ZeRO-3 share out what does not fit"
             )
 
-        source = _TRANSFORMERS_SOURCE if axis == "tensor" else _OF_RANKS
+        source = _TRANSFORMERS_SOURCE if axis == "tensor" else OF_RANKS
         return Rule(f"hf-with-{axis}", applies, message, source)
 
     return tuple(of_axis(axis, why) for axis, why in _HF_REASONS.items())
@@ -287,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         "world-is-the-product",
         lambda x: x.degrees.world_size != x.world_size,
         _world_message,
-        _OF_RANKS,
+        OF_RANKS,
     ),
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
     Rule(
@@ -295,7 +260,7 @@ RULES: tuple[Rule, ...] = (
         lambda x: x.model.kind != "hf" and x.model.moe is None and x.degrees.expert > 1,
         "parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). Try "
         "parallel.expert = 1",
-        _OF_RANKS,
+        OF_RANKS,
     ),
     Rule(
         "stage-without-blocks",
@@ -339,6 +304,7 @@ RULES: tuple[Rule, ...] = (
         "rules of the model's size: planning/zero.py",
     ),
     *_whole_models(),
+    *BLOCK_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,
@@ -428,6 +394,51 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed 0.19.8 runtime/engine.py: only its third stage is given the section",
     ),
     Rule(
+        "muon-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.tensor == "refuse"
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.kind = muon with parallel.tensor = {x.degrees.tensor}: a tensor rank holds a "
+        "part of a matrix, and the part of an orthogonal matrix is not orthogonal. Try "
+        "parallel.tensor = 1, or optimizer.tensor = blockwise, another algorithm, which "
+        "orthogonalises each rank's part by itself",
+        "Newton-Schulz of a part is not a part of Newton-Schulz",
+    ),
+    Rule(
+        "neuron-norm-with-tensor",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.config.optimizer.neuron_norm
+            and x.degrees.tensor > 1
+        ),
+        "optimizer.neuron_norm = true with parallel.tensor = {x.degrees.tensor}: a mean over a "
+        "row would be one over a part of it on each rank. Try parallel.tensor = 1, or "
+        "optimizer.neuron_norm = false",
+        "NorMuon, arXiv 2510.05491: one mean square for each row",
+    ),
+    Rule(
+        "muon-with-adapters",
+        lambda x: x.config.optimizer.kind == "muon" and x.model.lora is not None,
+        "optimizer.kind = muon with model.lora: the factors of an adapter are AdamW's, and no "
+        "matrix would be left to Muon. Try optimizer.kind = adamw",
+        "an orthogonalised factor moves the product of two factors by its square",
+    ),
+    Rule(
+        "muon-of-an-unknown-family",
+        lambda x: (
+            x.config.optimizer.kind == "muon"
+            and x.model.kind == "hf"
+            and not folder_model(x.model).is_known
+        ),
+        "optimizer.kind = muon with a model of another family than "
+        + ", ".join(TESTED_FAMILIES)
+        + ": nothing tells embedding, routers and convolutions from the matrices that Muon is "
+        "for. Try optimizer.kind = adamw",
+        THIS_VERSION,
+    ),
+    Rule(
         "partly-offloaded",
         lambda x: (
             x.offloads("offload_optimizer")
@@ -487,6 +498,12 @@ WARNINGS: tuple[Rule, ...] = (
             f"training.warmup_steps = {x.training.num_steps // 10}"
         ),
         "linear warm-up, then cosine",
+    ),
+    Rule(
+        "dear-newton-schulz",
+        lambda x: bool(ratio_warning(x.config)),
+        lambda x: ratio_warning(x.config),
+        "5 (4 n^2 m + 2 n^3) FLOPs of an n x m matrix, once a step whatever the batch",
     ),
     Rule(
         "half-precision-on-cpu",

@@ -148,6 +148,10 @@ def _run_settings(combination: Combination, layout: Layout) -> dict[str, Any]:
         "gradient_accumulation_steps": steps,
         "gradient_clipping": training.gradient_clipping,
     }
+    if combination.config.optimizer.kind == "muon":
+        # It clips what AdamW trains by itself, and to DeepSpeed it is an optimizer of the user's.
+        settings["gradient_clipping"] = 0.0
+        settings["zero_allow_untested_optimizer"] = True
     if training.precision == "bf16":
         settings["bf16"] = {"enabled": True}
         # a bf16 sum over hundreds of micro-steps would lose small gradients

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.model import MoEConfig
+from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import Cluster, processes
@@ -141,6 +142,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "schedule": model.schedule,
         "transformer_fraction": fraction,
         "moe": model.moe and _small_experts(model.moe, degrees),
+        "mtp": model.mtp and model.mtp.model_dump(),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
@@ -175,6 +177,9 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     values["data"] = {"path": "rehearsal", "segment_documents": config.data.segment_documents}
     if config.data.token_weights is not None:
         values["data"]["token_weights"] = {"text": 1.0}  # the only kind in the rehearsal's corpus
+    if config.objectives is not None:
+        # Likewise. What is given besides, such as the z-loss, is rehearsed as it is.
+        values["objectives"] |= {name: float(name == "text") for name in OF_TOKENS}
     return Config.model_validate(values)
 
 
@@ -216,6 +221,8 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
             reduced.append(("tokens beyond an expert's capacity", "dropped", "kept"))
     if config.data.token_weights is not None:
         reduced.append(("weights of tokens", "by what they are part of", "all 1"))
+    if config.objectives is not None:
+        reduced.append(("objectives", "as given", "text alone"))
     if config.data.mixture is not None:
         reduced.append(("mixture", "as given", "one domain"))
     if config.cpt is not None:

@@ -27,10 +27,11 @@ from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import GIB, Cluster, Memory
 from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Degrees, Layout, boundary_values, stage_layers
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan, StageBLayout
 from cdrmix.planning.rules import nearest_divisors
+from cdrmix.planning.stages import boundary_values, stage_layers
 
 LARGEST_SEGMENT = 64  # tokens
 SEGMENTS_PER_WINDOW = 4

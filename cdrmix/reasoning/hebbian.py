@@ -15,7 +15,7 @@ names and, with plasticity off, its numbers stay what they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import AdapterConfig
-from cdrmix.models.attention import Attention
 from cdrmix.models.backbone import Backbone, Output
-from cdrmix.models.block import BlockState
+from cdrmix.models.block import Block, BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.initialize import normal_
-from cdrmix.models.rwkv7 import TimeMix
 from cdrmix.parallel.frozen_stages import mean_over_layers
+from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.feed_forward import linears
 from cdrmix.reasoning.fast_weights import (
     FastWeights,
     Rule,
@@ -166,11 +166,19 @@ class PlasticAdapter(nn.Module):
         return y0 + F.linear(bounded, change.to(y0.dtype))
 
 
-_ADAPTED: dict[type[nn.Module], tuple[str, ...]] = {
-    TimeMix: ("receptance", "key", "value"),
-    Attention: ("query", "key", "value", "output"),
-    FeedForward: ("up", "down"),
-}
+def _adapted(backbone: Backbone) -> Iterator[tuple[str, nn.Linear]]:
+    """Names and layers that get adapters: those that block types name, dense feed-forwards."""
+    for block in backbone.blocks:
+        if not isinstance(block, Block):  # of another pipeline stage
+            continue
+        kind = block_type(backbone.config.layer_kinds()[block.layer])
+        names = [f"mixer.{name}" for name in kind.adapted]
+        if isinstance(block.ffn, FeedForward):
+            names += [f"ffn.{name}" for name in linears(backbone.config)]
+        for name in names:
+            layer = block.get_submodule(name)
+            assert isinstance(layer, nn.Linear), f"{name} is no linear layer"
+            yield f"blocks.{block.layer}.{name}", layer
 
 
 @dataclass(frozen=True)
@@ -196,8 +204,8 @@ class PlasticOutput(NamedTuple):
 class PlasticBackbone(nn.Module):
     """A backbone whose linear layers have plastic adapters.
 
-    Adapted are receptance, key and value of RWKV blocks, query, key, value and output of
-    Transformer blocks, and dense feed-forwards; experts are not.
+    Adapted are the layers that block types name (receptance, key and value of RWKV blocks; query,
+    key, value and output of Transformer blocks), and dense feed-forwards; experts are not.
 
     Raises:
         ValueError: if the backbone recomputes its activations: a block that is run again would
@@ -212,15 +220,12 @@ class PlasticBackbone(nn.Module):
         self.adapter_config = config
         self.adapters = nn.ModuleDict()
         self._layers: dict[str, nn.Linear] = {}
-        for name, module in backbone.named_modules():
-            for part in _ADAPTED.get(type(module), ()):
-                layer = getattr(module, part)
-                assert isinstance(layer, nn.Linear), f"{name}.{part} is no linear layer"
-                self._layers[f"{name}.{part}"] = layer
-                # keys of an nn.ModuleDict have no dots
-                key = f"{name}.{part}".replace(".", "/")
-                sizes = (layer.in_features, layer.out_features)
-                self.adapters[key] = PlasticAdapter(*sizes, config, rule)
+        for name, layer in _adapted(backbone):
+            self._layers[name] = layer
+            # keys of an nn.ModuleDict have no dots
+            key = name.replace(".", "/")
+            sizes = (layer.in_features, layer.out_features)
+            self.adapters[key] = PlasticAdapter(*sizes, config, rule)
 
     @torch.no_grad()
     def initialize(self, *, seed: int, gain: float = _INITIAL_GAIN) -> None:

@@ -16,6 +16,7 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
+from cdrmix.engines.combination import describe_objectives
 from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
@@ -187,6 +188,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     source = find_start(config, corpus) if checkpoint is None else None
     if source is not None and runtime.rank() == 0:
         warn_of_rewarming(config, source)
+    runtime.first_rank_does(lambda: describe_objectives(config, corpus))
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")
@@ -197,7 +199,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
 
         base_model.begin(start, engine, checkpoint)
     if source is not None:
-        start.start_from = take_weights(engine, source)
+        start.start_from = take_weights(engine, source, config.model)
     start.start_up.done("engine")
     if old is not None and config.cpt is not None and config.cpt.writes_replay:
         replay = own_replay(start, corpus, topology, engine, checkpoint)

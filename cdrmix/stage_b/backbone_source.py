@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint import plain_module, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.store import FoundCheckpoint
@@ -22,7 +22,7 @@ from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.parallel.frozen_stages import FrozenStages
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.counts import parameters
+from cdrmix.planning.counts import is_further, parameters
 from cdrmix.planning.stage_b import stage_b_layers
 
 logger = get_logger(__name__)
@@ -80,7 +80,9 @@ def _check(
 ) -> None:
     """Refuses a backbone of another architecture, tokenizer or an unfinished Stage A."""
     model = config.model.model_dump(mode="json")
-    changed = changed_keys({"model": state["config"]["model"]}, {"model": model})
+    # What predicts further tokens there is left there: this model has none (config/objectives.py).
+    there = state["config"]["model"] | {"mtp": None}
+    changed = changed_keys({"model": there}, {"model": model})
     if changed:
         listed = "; ".join(f"{key}: {old} there, {new} here" for key, old, new in changed)
         raise ConfigError(
@@ -134,6 +136,7 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
     # In a pipeline the parameters of other stages, and everything of Stage B, are read elsewhere.
     here = {logical_name(name) for name, _ in backbone.named_parameters()}
     elsewhere = {parameter.name for parameter in parameters(config.model)} - here
-    others = elsewhere.union(filter(is_stage_b, checkpoint.names()))
-    engine_state.load_module(backbone, checkpoint, logical_name, others=others)
+    left = (name for name in checkpoint.names() if is_stage_b(name) or is_further(name))
+    others = elsewhere.union(left)
+    plain_module.load_module(backbone, checkpoint, logical_name, others=others)
     return backbone

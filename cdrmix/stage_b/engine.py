@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -155,6 +155,7 @@ class StageB(Stage[list[Any], LessonResult]):
     num_steps: int  # of both stages together
     origin: str  # checkpoint that the backbone comes from
     name: Literal["a", "b"] = "b"
+    num_weights: int = 1
     _is_backbone_trained: bool = False
     _has_begun: bool = False
 
@@ -168,12 +169,13 @@ class StageB(Stage[list[Any], LessonResult]):
         self._has_begun = True
         return self.loader.next(step)
 
-    def weight(self, run: Run, batch: list[Any]) -> float:
+    def weights(self, run: Run, batch: list[Any]) -> tuple[float]:
         """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
-        return float(len(batch)) if run.topology.counts_tokens else 0.0
+        return (float(len(batch)) if run.topology.counts_tokens else 0.0,)
 
-    def train_step(self, run: Run, batch: list[Any], *, weight: float) -> LessonResult:
-        """Take one step of a phase; `weight` is its number of lessons."""
+    def train_step(self, run: Run, batch: list[Any], *, weights: Sequence[float]) -> LessonResult:
+        """Take one step of a phase; the weight is its number of lessons."""
+        (weight,) = weights
         began = time.perf_counter()
         place = place_of(run.step - self.first_step, self.settings.training)
         rates = learning_rates(place, self.course.learning(place.phase), run.config)

@@ -82,6 +82,7 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
 
 def _write(arguments: argparse.Namespace) -> None:
     from cdrmix.export.exported_run import export_run
+    from cdrmix.export.rwkx_run import FURTHER
 
     limit = {} if arguments.max_shard_gib is None else {"max_shard_bytes": arguments.max_shard_gib}
     exported = export_run(
@@ -93,9 +94,12 @@ def _write(arguments: argparse.Namespace) -> None:
         base=arguments.base,
         **limit,
     )
-    if exported.left_out:
-        parts = ", ".join(exported.left_out)
+    stage_b = [part for part in exported.left_out if part != FURTHER]
+    if stage_b:
+        parts = ", ".join(stage_b)
         print(f"The run's parts of Stage B ({parts}) are left out: this format has no place for it")
+    if FURTHER in exported.left_out:
+        print("The parts for further tokens (model.mtp) are left out: this format has none")
     if exported.is_widened:
         print("Written at twice the width: LayerNorm then gives RMSNorm (docs/models.md, Formats)")
     print(

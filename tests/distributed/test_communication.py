@@ -93,7 +93,7 @@ def exchanged(
         counted.clear()
         ids = torch.randint(0, 512, shape)
         batch = {"input_ids": ids, "labels": ids}
-        train_step(engine, config, topology, batch, step=step, tokens=1000)
+        train_step(engine, config, topology, batch, step=step, weights=[1000])
     ours = {id(getattr(topology, name)): name for _, name in KINDS if name}
     found: collections.Counter[str] = collections.Counter()
     for (name, group), size in counted.items():

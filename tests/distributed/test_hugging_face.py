@@ -48,6 +48,8 @@ CASES = [
     Case("qwen3_moe", profile="zero2"),
     Case("nemotron_h", profile="zero2_offload"),
     Case("nemotron_h", profile="zero3", recompute=True),
+    # A loss of several means, and a z-loss.
+    Case("llama", profile="zero3", objectives=True),
     # Not tested elsewhere: its check runs in the engine, before training.
     Case("olmo2", profile="zero2"),
     Case("olmo2", profile="zero3"),
@@ -147,15 +149,16 @@ def trained(models: Path) -> dict[Case, list[tuple[float, float]]]:
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Callable[[str], list[tuple[float, float]]]:
+def plain(models: Path) -> Callable[[Case], list[tuple[float, float]]]:
     """Losses and norms of a family by plain torch, computed once."""
     done: dict[str, Any] = {}
 
-    def steps(family: str) -> Any:
-        if family not in done:
-            folder = folder_of(models, family)
-            done[family] = plain_steps(folder, make_config(Case(family), folder))
-        return done[family]
+    def steps(case: Case) -> Any:
+        plainly = Case(case.family, objectives=case.objectives)
+        if str(plainly) not in done:
+            folder = folder_of(models, case.family)
+            done[str(plainly)] = plain_steps(folder, make_config(plainly, folder))
+        return done[str(plainly)]
 
     return steps
 
@@ -169,7 +172,7 @@ def deviations(found: Any, expected: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_plain_torch(case: Case, trained: Any, plain: Any) -> None:
-    expected = plain(case.family)
+    expected = plain(case)
     assert min(norm for _, norm in expected) > CLIPPING, "clipping must be active"
     loss, norm = deviations(trained[case], expected)
     assert loss < LOSS_TOLERANCE
@@ -178,7 +181,7 @@ def test_equals_plain_torch(case: Case, trained: Any, plain: Any) -> None:
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.broken)
 def test_the_comparison_notices(case: Case, trained: Any, plain: Any) -> None:
-    loss, norm = deviations(trained[case], plain(case.family))
+    loss, norm = deviations(trained[case], plain(case))
     assert loss > 10 * LOSS_TOLERANCE or norm > 10 * NORM_TOLERANCE
 
 

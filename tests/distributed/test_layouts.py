@@ -31,6 +31,8 @@ LATE = CUT | {
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": True}
+NEURON_NORM = {"neuron_norm": True}
+UNEVEN = {"num_kv_heads": 2}
 # A decay that the first steps come up to: (1 + n) / (10 + n) is larger from the fifth on.
 AVERAGED = {"ema_decay": 0.4}
 
@@ -102,6 +104,11 @@ LAYOUTS = [
     Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
     Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd", weighted=True),
     Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", weighted=True),
+    # objectives with means of their own, and a z-loss of the logits
+    Case(data=2, expert=2, accumulation=2, optimizer="sgd", objectives=True),
+    Case(data=2, tensor=2, sequence=2, packed=True, profile="zero2", objectives=True),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", optimizer="sgd", objectives=True),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", objectives=True),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
@@ -129,10 +136,17 @@ LAYOUTS = [
     Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
     Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
     Case(data=4, sequence=2, moe=False, profile="zero3_offload", training=RECOMPUTED),
+    # Muon; with as many values as here, the ranks' shares end within matrices
+    Case(data=2, expert=2, accumulation=2, optimizer="muon"),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="muon"),
+    Case(data=2, profile="zero2", optimizer="muon", model=UNEVEN),
+    Case(data=2, sequence=2, expert=2, profile="zero2_offload", optimizer="muon",
+         settings=NEURON_NORM),
+    Case(data=2, moe=False, profile="zero3", optimizer="muon", zero=CUT, note="cut"),
 ]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
-WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4, "muon": 1e-4}
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -163,8 +177,12 @@ FAULTS = [
     Case(data=2, sequence=2, broken="no halo"),
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
+    Case(data=2, profile="zero2", optimizer="muon", model=UNEVEN, broken="local matrices"),
+    Case(data=2, moe=False, profile="zero3", optimizer="muon", zero=CUT, broken="local matrices"),
     Case(tensor=2, expert=2, optimizer="sgd", training=AVERAGED, broken="averages apart"),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
+    Case(data=2, moe=False, objectives=True, broken="local mean"),
+    Case(data=2, moe=False, objectives=True, broken="local z"),
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
     *(
         Case(pipeline=2, profile="pipeline", broken=broken)

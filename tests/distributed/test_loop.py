@@ -95,7 +95,12 @@ def test_the_loss_is_the_mean_of_its_tokens_whatever_they_weigh_together(
         assert run_ranks(start, num_ranks, argv) == num_ranks * [0]
         return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
 
+    plain = lines_of()
     doubled = lines_of("--set", "data.token_weights.text=2")
-    assert doubled == lines_of(), "twice the nats of twice the tokens: a power of two"
+    assert doubled == plain, "twice the nats of twice the tokens: a power of two"
+    parts = lines_of("--set", "objectives.text=1")
+    of_text = [(line.pop("objective/text/loss"), line.pop("objective/total")) for line in parts]
+    assert parts == plain, "text alone, counted in a vector of kinds"
+    assert of_text == [(line["loss"], line["loss"]) for line in plain]
     nothing = lines_of("--set", "data.token_weights.text=0", num_ranks=1)
     assert [line["loss"] for line in nothing] == [0.0, 0.0], "not 0 / 0"

@@ -134,7 +134,7 @@ def learn(
     stage = StageB(course, config.stage_b, clip, lessons, None, 0, num_steps=STEPS, origin="")
     results = []
     for run.step in range(STEPS):
-        results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))
+        results.append(stage.train_step(run, stage.next_batch(run), weights=[LESSONS]))
     returns = [stage.measure(run, result)["policy/return"] for result in results]
     parameters = {name: p.detach().clone() for name, p in course.model.named_parameters()}
     runtime.destroy_distributed()

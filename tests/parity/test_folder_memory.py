@@ -191,6 +191,7 @@ def test_activations_are_what_autograd_saves(family: str, precision: str, tmp_pa
 
     from cdrmix.hf.lora import add_adapters
     from cdrmix.hf.model import HuggingFaceModel
+    from cdrmix.objectives.language_model import ALL_ALIKE
 
     # samples, tokens, sizes, documents, recomputation, rank of adapters
     shapes: list[tuple[int, int, dict[str, Any], bool, bool, int | None]] = [
@@ -225,7 +226,7 @@ def test_activations_are_what_autograd_saves(family: str, precision: str, tmp_pa
             documents: torch.Tensor | None = documents if segments else None,
         ) -> torch.Tensor:
             hidden = model(ids, segment_ids=documents).hidden
-            return model.embedding.cross_entropy(hidden, ids, None)
+            return model.embedding.losses(hidden, ids, ALL_ALIKE).loss
 
         known = storages([*model.parameters(), *model.buffers()])
         kept, _ = saved(forward, known=known)

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.load import load_config
+from cdrmix.config.objectives import ObjectivesConfig
 from cdrmix.config.schema import Config
+from cdrmix.data.document import KINDS
+from cdrmix.engines.combination import objective_of, own_weights
 from cdrmix.engines.stage_a import StepResult, train_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.moe import Router
@@ -120,7 +123,7 @@ def defined_objective(model: Backbone, batch: dict[str, Tensor]) -> dict[str, Te
 def trained_step(model: Backbone, batch: dict[str, Tensor]) -> tuple[Engine, StepResult]:
     engine = Engine(model, len(batch["input_ids"]))
     tokens = float(sum_weights(batch["labels"], batch.get("weights")))
-    return engine, train_step(engine, configured(model), ALONE, batch, step=0, tokens=tokens)
+    return engine, train_step(engine, configured(model), ALONE, batch, step=0, weights=[tokens])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -133,7 +136,9 @@ def test_the_objective_is_cross_entropy_balance_and_z_loss_as_weighted(weighted:
 
     engine, result = trained_step(model, batch)
     assert engine.objective == pytest.approx(expected.item(), rel=2e-6)  # float32
-    assert result.nats.item() / result.tokens == pytest.approx(terms["nats"].item(), rel=2e-6)
+    assert result.nats.item() / result.combination.tokens == pytest.approx(
+        terms["nats"].item(), rel=2e-6
+    )
     assert result.router is not None
     assert result.router.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
     assert result.router.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
@@ -169,3 +174,131 @@ def test_each_router_term_reaches_the_routers_of_both_layers() -> None:
             assert gradient.abs().max() > 1e-2
             error = (router.grad - gradient).abs().max()
             assert error <= 2e-5 * gradient.abs().max(), only
+
+
+LAMBDAS = {"text": 1.0, "fim": 0.5, "prompt": 0.25, "thought": 2.0, "answer": 1.5}
+
+
+def batch_of_kinds() -> dict[str, Tensor]:
+    """Two micro-batches whose labels are of every kind, unequally many."""
+    batch = make_batch(weighted=False)
+    shares = torch.tensor([8.0, 1.0, 4.0, 2.0, 3.0, 2.0])
+    drawn = torch.multinomial(
+        shares,
+        batch["labels"].numel(),
+        replacement=True,
+        generator=torch.Generator().manual_seed(3),
+    )
+    return batch | {"kinds": drawn.view(batch["labels"].shape).to(torch.uint8)}
+
+
+def gradients_of(
+    model: Backbone, batch: dict[str, Tensor], **objectives: float
+) -> tuple[list[Tensor], StepResult]:
+    """Gradients of a step on one rank under these objectives; without any, of the plain mean."""
+    config = configured(model).model_copy(
+        update={"objectives": ObjectivesConfig(**objectives) if objectives else None}
+    )
+    engine = Engine(model, len(batch["input_ids"]))
+    model.zero_grad()
+    weights = own_weights(batch, config)
+    result = train_step(engine, config, ALONE, batch, step=0, weights=weights)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], result
+
+
+def dense_model() -> Backbone:
+    return small_model(num_layers=NUM_LAYERS, init_std_scale=SHARP, moe=None)
+
+
+def only(batch: dict[str, Tensor], *kinds: str) -> dict[str, Tensor]:
+    """The batch with labels of these kinds alone."""
+    places = torch.tensor([KINDS.index(kind) for kind in kinds])
+    here = torch.isin(batch["kinds"].long(), places)
+    return batch | {"labels": batch["labels"].masked_fill(~here, -100)}
+
+
+def test_gradients_of_a_combination_are_the_sum_of_separate_passes() -> None:
+    model, batch = dense_model(), batch_of_kinds()
+    passes = [0]
+    model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    ours, result = gradients_of(model, batch, **LAMBDAS)
+    assert passes == [2], "one forward pass of the trunk per micro-batch"
+    total = [torch.zeros_like(gradient) for gradient in ours]
+    metrics = result.combination.metrics(*result.parts.view(2, -1).tolist())
+    for name, weight in LAMBDAS.items():
+        kinds = ("fim", "fim_middle") if name == "fim" else (name,)
+        alone, of_part = gradients_of(model, only(batch, *kinds))
+        total = [a + weight * b for a, b in zip(total, alone, strict=True)]
+        mean = of_part.nats.item() / of_part.combination.tokens
+        assert metrics[f"objective/{name}/loss"] == pytest.approx(mean, rel=1e-6)
+    _, middles = gradients_of(model, only(batch, "fim_middle"))
+    mean = middles.nats.item() / middles.combination.tokens
+    assert metrics["objective/fim_middle/loss"] == pytest.approx(mean, rel=1e-6)
+    for gradient, wanted in zip(ours, total, strict=True):
+        assert (gradient - wanted).abs().max() <= 1e-6 * max(1.0, float(wanted.abs().max()))
+    # Means of the two micro-batches, each over its own labels, are another loss.
+    halves = [{name: x[n : n + 1] for name, x in batch.items()} for n in range(2)]
+    parts = [gradients_of(model, half, **LAMBDAS)[0] for half in halves]
+    apart = [(a + b) / 2 for a, b in zip(*parts, strict=True)]
+    assert max(float((a - b).abs().max()) for a, b in zip(apart, ours, strict=True)) > 1e-3
+
+
+def test_an_objective_that_weighs_nothing_is_one_that_is_not_there() -> None:
+    model, batch = dense_model(), batch_of_kinds()
+    without = only(batch, "text", "thought", "answer")
+    for z_loss in (0.0, 0.1):
+        weights = LAMBDAS | {"z_loss": z_loss}
+        nothing, _ = gradients_of(model, batch, **weights | {"fim": 0.0, "prompt": 0.0})
+        absent, _ = gradients_of(model, without, **weights)
+        assert all(torch.equal(a, b) for a, b in zip(nothing, absent, strict=True))
+        learned, _ = gradients_of(model, batch, **weights)
+        assert not all(torch.equal(a, b) for a, b in zip(learned, absent, strict=True))
+
+
+def test_text_alone_is_the_plain_mean_to_the_last_bit() -> None:
+    model, batch = dense_model(), make_batch(weighted=False)
+    plain, of_plain = gradients_of(model, batch)
+    kinds = torch.zeros(batch["labels"].shape, dtype=torch.uint8)
+    ours, result = gradients_of(model, batch | {"kinds": kinds}, **LAMBDAS)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert result.nats == of_plain.nats
+    assert result.combination.tokens == of_plain.combination.tokens
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_prompts_alone_have_no_gradient_where_they_weigh_nothing(z_loss: float) -> None:
+    model, batch = dense_model(), only(batch_of_kinds(), "prompt")
+    gradients, result = gradients_of(model, batch, **LAMBDAS | {"prompt": 0.0, "z_loss": z_loss})
+    assert not any(gradient.any() for gradient in gradients)
+    metrics = result.combination.metrics(*result.parts.view(2, -1).tolist())
+    assert metrics.pop("objective/prompt/loss") > 1
+    assert not any(metrics.values()), "neither a part nor a number that is none"
+
+
+def test_squares_are_a_mean_over_the_tokens_that_are_learned() -> None:
+    model, batch = dense_model(), batch_of_kinds()
+    weights = LAMBDAS | {"prompt": 0.0}
+    plain, _ = gradients_of(model, batch, **weights)
+    ours, result = gradients_of(model, batch, **weights, z_loss=1.0)
+    total = worth = torch.zeros((), dtype=torch.float64)
+    for ids, labels, kinds in zip(
+        *(batch[n] for n in ("input_ids", "labels", "kinds")), strict=True
+    ):
+        logits = (model(ids).hidden @ model.embedding.weight.T).double()
+        table = [weights[objective_of(kind)] for kind in KINDS]
+        each = torch.tensor(table, dtype=torch.float64)[kinds.long()] * (labels != -100)
+        total = total + (each * logits.exp().sum(-1).log().square()).sum()
+        worth = worth + each.sum()
+    mean = total / worth
+    metrics = result.combination.metrics(*result.parts.view(2, -1).tolist())
+    assert metrics["objective/z_loss"] == pytest.approx(mean.item(), rel=1e-6)
+    parts = sum(weight * metrics[f"objective/{name}/loss"] for name, weight in weights.items())
+    assert metrics["objective/total"] == pytest.approx(parts + mean.item(), rel=1e-6)
+    used = [p for p in model.parameters() if p.grad is not None]
+    wanted = torch.autograd.grad(mean, used)
+    for gradient, without, of_z in zip(ours, plain, wanted, strict=True):
+        assert (gradient - without - of_z).abs().max() <= 2e-5 * of_z.abs().max()
+    # Prompts that are packed beside change nothing.
+    alone, _ = gradients_of(model, only(batch, "text", "thought", "answer", "fim", "fim_middle"),
+                            **weights, z_loss=1.0)  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True))

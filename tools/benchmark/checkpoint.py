@@ -63,7 +63,7 @@ def start_training(config: Config) -> Training:
     tokens = float(config.training.global_batch_size * length)
 
     def step() -> None:
-        train_step(engine, config, topology, batch, step=0, tokens=tokens)
+        train_step(engine, config, topology, batch, step=0, weights=[tokens])
 
     step()
     return Training(engine, step)

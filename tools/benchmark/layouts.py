@@ -96,7 +96,7 @@ def time_steps(name: str, out: Path) -> int:
         wall = time.perf_counter()
         cpu = time.process_time()
         for step in range(first, first + count):
-            train_step(engine, config, topology, batch, step=step, tokens=tokens)
+            train_step(engine, config, topology, batch, step=step, weights=[tokens])
         runtime.barrier()
         return time.perf_counter() - wall, time.process_time() - cpu
 

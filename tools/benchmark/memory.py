@@ -53,6 +53,8 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    mtp: str | None = None  # multi-token prediction of three tokens: linear, block or deepseek
+    optimizer: str = "adamw"
     averaged: bool = False  # keeps an average of the weights
 
     @property
@@ -112,6 +114,17 @@ CASES = (
          profile="zero2_offload"),
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
+    Case("MoE, linear heads of further tokens", mtp="linear"),
+    Case("dense, bf16, heads of further tokens with blocks", moe=False, precision="bf16",
+         mtp="block"),
+    Case("MoE, 2 ranks, deepseek depths, ZeRO-2", world=2, profile="zero2", mtp="deepseek"),
+    Case("dense, 2 tensor ranks, deepseek depths, checkpointing", world=2, tensor=2, moe=False,
+         checkpointing=True, mtp="deepseek"),
+    Case("MoE, Muon, 2 ranks, experts spread, ZeRO-2", world=2, expert=2, profile="zero2",
+         optimizer="muon"),
+    Case("MoE, bf16, Muon, ZeRO-1", precision="bf16", optimizer="muon"),
+    Case("dense, Muon, 2 ranks, ZeRO-3 offloaded", world=2, moe=False, hidden=384,
+         profile="zero3_offload", optimizer="muon"),
     Case("MoE, bf16, 2 ranks, experts spread, ZeRO-1, averaged", precision="bf16", world=2,
          expert=2, averaged=True),
     Case("dense, 2 ranks, ZeRO-3, averaged", world=2, moe=False, profile="zero3", averaged=True),
@@ -142,6 +155,7 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
+                "mtp": case.mtp and _further_tokens(case.mtp),
             },
             "parallel": {
                 "expert": case.expert,
@@ -162,9 +176,17 @@ def make_config(case: Case) -> Config:
                 "warmup_steps": 1,
                 "ema_decay": 0.9 if case.averaged else None,
             },
+            "optimizer": {"kind": case.optimizer},
             "data": {"path": "none"},
         }
     )
+
+
+def _further_tokens(kind: str) -> dict[str, Any]:
+    """The section mtp of a model that predicts three tokens."""
+    if kind == "deepseek":
+        return {"kind": kind, "num_tokens": 3}
+    return {"kind": "independent", "num_tokens": 3, "head": kind}
 
 
 def wkv_form() -> WKVForm:
@@ -184,6 +206,7 @@ def predicted(case: Case) -> dict[str, int]:
 
 def measured(fields: dict[str, Any]) -> dict[str, int]:
     """Measures the memory of this rank for a case; all its ranks call this."""
+    from cdrmix.engines.combination import FurtherLabels
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import micro_step
     from cdrmix.parallel.apply import build_model
@@ -199,8 +222,15 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
+    further = None
+    if config.model.mtp is not None:
+        targets = ids.unsqueeze(-1).expand(*ids.shape, config.model.mtp.num_tokens)
+        labels = targets[..., 1:].clone()
+        further = FurtherLabels(engine.module, targets, labels, [0.5, 0.5], None)
+
     def forward() -> Tensor:
-        return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
+        known = (engine, config, topology, ids, ids.clone())
+        return micro_step(*known, nats_scale=1e-3, further=further).loss
 
     if plan.zero_stage == 3:  # learns which modules follow, and makes whole what stays so
         for _ in range(ACCUMULATION):

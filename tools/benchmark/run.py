@@ -360,6 +360,26 @@ def hf_trainer_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def quality_rows(result: dict[str, Any]) -> list[str]:
+    """Held-out loss of each arm beside the core's."""
+    rows = [
+        f"{result['steps']} steps each, nats per held-out token at the best of three learning "
+        "rates (of the first seed); the range is over the seeds.",
+        "",
+        "| arm | loss | range | less than the core | best rate |",
+        "|---|---|---|---|---|",
+    ]
+    means = {arm["name"]: statistics.mean(arm["losses"]) for arm in result["arms"]}
+    for arm in result["arms"]:
+        name, losses = arm["name"], arm["losses"]
+        less = f"{means['core'] - means[name]:+.3f}" if "core" in means else ""
+        rows.append(
+            f"| {name} | {means[name]:.4f} | {min(losses):.4f} to {max(losses):.4f} | {less} "
+            f"| {arm['best_rate']:g} |"
+        )
+    return rows
+
+
 # name of the module and section: heading, and how its JSON becomes lines
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
@@ -374,6 +394,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "checkpoint": ("Checkpoints in the background", checkpoint_rows),
     "train": ("make train", train_rows),
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
+    "quality": ("Held-out loss beside peers, by optimizer and objective", quality_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),

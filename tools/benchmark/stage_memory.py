@@ -106,7 +106,9 @@ def measured(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (ACCUMULATION, case.micro_batch, case.length))
     with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda kept: kept.tensor):
-        train_step(engine, config, topology, {"input_ids": ids, "labels": ids}, step=0, tokens=1000)
+        train_step(
+            engine, config, topology, {"input_ids": ids, "labels": ids}, step=0, weights=[1000]
+        )
     found["activations"] = live.most
     if case.checkpointing:
         blocks = engine.module.stage.blocks.values()

@@ -207,6 +207,13 @@ def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
     assert "stage_b.run = experiments/x names that of another run" in conflict
 
 
+def test_stage_b_alone_judges_no_spikes_to_lower_a_rate_at() -> None:
+    lowers = "health.loss_spike.action=lower_rate"
+    load_config(REASON, [lowers])
+    (line,) = problems(REASON, lowers, "training.stage=b", "stage_b.run=experiments/x")
+    assert "lower_rate acts in Stage A" in line
+
+
 def test_summary_slots_share_their_features_evenly() -> None:
     (line,) = problems(REASON, "stage_b.memory.summary_dim=100")
     assert "stage_b.memory.summary_dim: given 100" in line
@@ -305,6 +312,15 @@ def test_an_impossible_pair_names_both_and_the_overrides(overrides: list, told: 
     (line,) = problems(TINY, *overrides)
     assert line.startswith(f"{TINY} with --set {overrides[0].partition('=')[0]}: ")
     assert told in line
+
+
+def test_objectives_that_learn_nothing_or_weigh_tokens_twice_are_refused() -> None:
+    (line,) = problems(TINY, "objectives.thought=2", "data.token_weights.prompt=0")
+    assert "objectives and data.token_weights both weigh tokens" in line
+    assert line.endswith("Try data.token_weights=null")
+    names = ("text", "fim", "thought", "answer")
+    (line,) = problems(TINY, *(f"objectives.{name}=0" for name in names))
+    assert "text, fim, prompt, thought and answer are all 0: no next token is learned" in line
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def test_a_change_is_told_by_its_kind(
         ("training.seed=7", "b"),
         ("training.sequence_length=128", "a"),
         ("data.order=sequential", "a"),
+        ("optimizer.kind=muon", "a"),
         ("training.stage=a", "b"),
         ("stage_b=null", "b"),
         ("stage_b.adapters.rank=3", "b"),
@@ -203,6 +204,8 @@ def test_a_key_that_cannot_change_is_refused_with_its_rule(
         ("data.order=sequential", "b", ""),
         ("data.window_samples=9", "a", ""),
         ("stage_b.adapters.rank=3", "a", ""),
+        ("optimizer.kind=muon", "b", ""),
+        ("optimizer.neuron_norm=true", "a", ""),
     ],
 )
 def test_what_is_refused_in_one_case_may_change_in_another(
@@ -210,6 +213,14 @@ def test_what_is_refused_in_one_case_may_change_in_another(
 ) -> None:
     run = make_run(tmp_path / "run", *filter(None, [also]), config=REASON, stage=stage)
     assert resumed(run, override) != resumed(run)
+
+
+@pytest.mark.parametrize("key", ["optimizer.experts=adamw", "optimizer.neuron_norm=true"])
+def test_states_of_muon_cannot_change(key: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "optimizer.kind=muon")
+    assert resumed(run, "optimizer.scale=spectral") != resumed(run)
+    with pytest.raises(ConfigError, match="other states are kept"):
+        resumed(run, key)
 
 
 def test_a_run_without_a_checkpoint_may_change_all(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data import loader as loader_module
-from cdrmix.data.loader import IGNORED_LABEL, Loader, next_targets, split_documents
+from cdrmix.data.document import KINDS
+from cdrmix.data.loader import (
+    IGNORED_LABEL,
+    Loader,
+    label_kinds,
+    next_targets,
+    split_documents,
+)
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError, PlanError, StateError
@@ -377,3 +384,51 @@ def test_a_batch_has_as_many_targets_as_asked_for(dataset: TokenDataset) -> None
     assert torch.equal(batch["targets"][..., 0, 1], batch["labels"][..., 1])
     assert (batch["targets"][..., LENGTH:] == IGNORED_LABEL).all(), "a sample is no longer"
     assert batch.keys() == {"input_ids", "labels", "targets"}
+
+
+# Tokens of made-up rows: end of a document, the three of infilling, and any text.
+EOS, PRE, SUF, MID, ANY = 0, 1, 2, 3, 9
+_OF_LETTER = dict(zip("tpwafm", KINDS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds"),
+    [
+        # prefix, suffix, middle; text before and behind
+        ([ANY, EOS, PRE, ANY, SUF, ANY, MID, ANY, ANY, EOS, ANY, ANY], "ttfffffmmmtt"),
+        # suffix first: prefix and middle stand behind the mark of the middle, here empty
+        ([PRE, SUF, ANY, MID, EOS, PRE, SUF, MID, ANY, ANY, EOS, ANY], "ffffmfffmmmt"),
+        # behind a BOS, which is any token; two in a row, the second cut by the end
+        ([ANY, PRE, ANY, SUF, MID, ANY, EOS, ANY, PRE, ANY, ANY, ANY], "fffffmmfffff"),
+        # the head is outside: with the suffix or the middle inside it is told, without it is text
+        ([ANY, ANY, SUF, ANY, MID, ANY, EOS, ANY, EOS, ANY, ANY, ANY], "fffffmmttttt"),
+        ([MID, ANY, ANY, EOS, ANY, ANY, EOS, PRE, SUF, MID, ANY, ANY], "fmmmtttfffmm"),
+        ([ANY, ANY, ANY, ANY, ANY, ANY, EOS, ANY, EOS, ANY, ANY, ANY], "tttttttttttt"),
+    ],
+)
+def test_kinds_of_labels_are_told_by_the_tokens_of_infilling(tokens: list[int], kinds: str) -> None:
+    expected = [_OF_LETTER[letter] for letter in kinds[1:]]
+    rows = np.array([[ANY] * len(tokens), tokens, [PRE] + (len(tokens) - 1) * [MID]])
+    found = label_kinds(
+        rows.reshape(3, 1, -1), np.zeros_like(rows).reshape(3, 1, -1), EOS, (1, 2, 3)
+    )
+    assert [KINDS[kind] for kind in found[1, 0]] == expected
+    assert not found[0].any(), "a row beside is judged by itself"
+    # Roles of a chain of thought come first, and without these tokens they are all there is.
+    roles = np.zeros(len(tokens), dtype=np.int64)
+    roles[4] = 2
+    of_roles = label_kinds(np.array(tokens), roles, EOS, (1, 2, 3))
+    assert [KINDS[kind] for kind in of_roles] == [*expected[:3], "thought", *expected[4:]]
+    assert label_kinds(np.array(tokens), roles, EOS, ()).tolist() == roles[1:].tolist()
+
+
+def test_the_loader_adds_the_kinds_of_its_rows(tmp_path: Path) -> None:
+    document = [PRE, 5, SUF, 6, MID, 7, EOS]
+    folder = write_token_folder(tmp_path, {"train": 8 * [document]}, vocab_size=300)
+    dataset = TokenDataset(folder, "train", len(document))
+    batch = make_loader(dataset, global_batch_size=4, fim_ids=(PRE, SUF, MID)).next()
+    assert batch["kinds"].dtype == torch.uint8
+    assert {"".join("tpwafm"[kind] for kind in row) for row in batch["kinds"].flatten(0, 1)} == {
+        "ffffmmf"
+    }
+    assert "kinds" not in make_loader(dataset).next()

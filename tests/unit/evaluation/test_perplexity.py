@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.config.load import load_config
+from cdrmix.corpus.encode import write_roles
 from cdrmix.data.loader import split_documents
+from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
 from cdrmix.models.backbone import Backbone
@@ -126,3 +128,51 @@ def test_a_data_set_of_one_domain_has_the_result_that_it_had(
     assert [*found.as_json()] == fields and "domain" not in found.table()
     [(loss, count)] = by_definition(model, dataset, ["prose"], 10_000, apart=False).values()
     assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-5), count)
+
+
+def test_each_token_counts_for_its_objective(model: Backbone, tmp_path: Path) -> None:
+    eos, pre, suf, mid = 0, 1, 2, 3
+    text, fim = [*range(50, 61), eos], [pre, *range(4, 9), suf, 9, 10, mid, *range(11, 16), eos]
+    chain_of_thought = [*range(100, 119), eos]
+    documents = {"validation/a": [text, fim, chain_of_thought, fim, text, text]}
+    folder = write_token_folder(tmp_path, documents, vocab_size=300)
+    kinds = {id(text): 12 * "t", id(fim): 10 * "f" + 6 * "m"}
+    kinds[id(chain_of_thought)] = 5 * "p" + 6 * "w" + 9 * "a"
+    of_token = "".join(kinds[id(document)] for document in documents["validation/a"])
+    roles = np.array([max("tpwa".find(letter), 0) for letter in of_token], dtype=np.uint8)
+    manifest = read_manifest(folder)
+    (shard,) = write_roles(folder, manifest.shards, [roles])
+    write_manifest(folder, manifest.model_copy(update={"shards": (shard,)}))
+    dataset = TokenDataset(folder, "validation", LENGTH)
+    plain = evaluate(model, dataset, max_tokens=10_000, batch_size=3)
+    found = evaluate(model, dataset, max_tokens=10_000, batch_size=3, fim_ids=(pre, suf, mid))
+    assert plain.objectives == []
+    assert found.loss == pytest.approx(plain.loss, rel=1e-6)
+    nats: dict[str, list[float]] = defaultdict(list)
+    for number in range(dataset.num_samples):
+        row = torch.from_numpy(dataset.rows(np.array([number])))
+        with torch.no_grad():
+            logits = model.logits(model.eval()(row[:, :-1]).hidden)
+        each = F.cross_entropy(logits[0], row[0, 1:], reduction="none")
+        for place, value in enumerate(each.tolist()):
+            letter = of_token[number * LENGTH + place + 1]
+            for name in ("fim", "fim_middle") if letter == "m" else (_NAMES[letter],):
+                nats[name].append(value)
+    assert {part.objective: part.tokens for part in found.objectives} == {
+        name: len(values) for name, values in nats.items()
+    }
+    for part in found.objectives:
+        assert part.loss == pytest.approx(math.fsum(nats[part.objective]) / part.tokens, rel=1e-5)
+    assert [*found.as_json()["objectives"][0]] == ["objective", "loss", "tokens"]
+    assert any(line.startswith("fim_middle") for line in found.table().splitlines())
+    beside = held_out(tmp_path / "domains", *DOCUMENTS)
+    options = {"max_tokens": 10_000, "batch_size": 3}
+    with_kinds = evaluate(model, beside, **options, fim_ids=())
+    assert with_kinds.objectives == [], "all of it is text"
+    assert mean_of_domains(with_kinds) == pytest.approx(with_kinds.loss, rel=1e-13)
+    without = evaluate(model, beside, **options)
+    assert [each.tokens for each in with_kinds.domains] == [each.tokens for each in without.domains]
+    assert with_kinds.loss == pytest.approx(without.loss, rel=1e-6)
+
+
+_NAMES = {"t": "text", "p": "prompt", "w": "thought", "a": "answer", "f": "fim"}

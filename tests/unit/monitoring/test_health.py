@@ -147,6 +147,66 @@ def test_a_rollback_forgets_the_losses_and_keeps_the_record() -> None:
     assert health.record()["events"][0]["outcome"] == "back to step 3, past samples 24 to 55"
 
 
+LOWERS = {"action": "lower_rate", "rate_factor": 0.5, "max_lowerings": 2}
+
+
+def lower(health: Health, *, first: int) -> list[Verdict | None]:
+    """Two spikes in a row behind usual losses, each carried out as recovery does."""
+    verdicts = []
+    for step, loss in enumerate([*USUAL, 9.0, 9.0], first):
+        verdicts.append(verdict := health.loss_known(step, loss))
+        if verdict is not None and verdict.action == "lower_rate":
+            health.rate_lowered()
+    return verdicts
+
+
+def test_a_spike_lowers_the_rate_and_its_plateau_does_not_lower_it_again() -> None:
+    health = make(loss_spike=LOWERS)
+    verdicts = lower(health, first=1)
+    assert [verdict and verdict.action for verdict in verdicts] == [*[None] * 6, "lower_rate", None]
+    assert (health.rate_scale, health.lowerings) == (0.5, 1)
+    outcome = "learning rate times 0.5 from the next step on, lowering 1 of 2"
+    assert health.record()["events"][0]["outcome"] == outcome
+    # control: judged by the window before the spike, the next loss would have been one too
+    warned = make()
+    assert feed(warned, [*USUAL, 9.0, 9.0])[-1] is not None
+    assert warned.rate_scale == 1.0
+
+
+def test_lowerings_are_bounded_and_the_next_spike_is_told_once() -> None:
+    health = make(loss_spike=LOWERS)
+    for first in (1, 9):
+        lower(health, first=first)
+    assert health.rate_scale == 0.25
+    *_, verdict, lasting = lower(health, first=17)
+    assert verdict is not None
+    assert lasting is not None
+    assert [(each.action, each.is_new) for each in (verdict, lasting)] == [
+        ("warn", True),
+        ("warn", False),
+    ]
+    assert "health.loss_spike.max_lowerings = 2 were done" in verdict.why
+    assert (health.rate_scale, health.metrics()) == (0.25, {"health/lowerings": 2})
+
+
+def test_a_lowered_rate_is_in_the_checkpoint_and_a_rollback_undoes_later_ones() -> None:
+    health = make(loss_spike=LOWERS, non_finite={"action": "rollback"})
+    lower(health, first=1)
+    saved = json.loads(json.dumps(health.state_dict()))
+    lower(health, first=9)
+    resumed = make(loss_spike={**LOWERS, "rate_factor": 0.1})
+    resumed.load_state_dict(saved)
+    assert resumed.rate_scale == 0.5, "what was lowered keeps the factor of its time"
+    lower(resumed, first=9)
+    assert resumed.rate_scale == pytest.approx(0.05)
+    assert health.step_done(17, is_skipped=True) is not None
+    health.rolled_back(to_step=8, passed_over=(0, 8), timeline=saved["timeline"])
+    assert (health.rate_scale, health.lowerings) == (0.5, 1)
+    del saved["timeline"]["rate_scale"], saved["timeline"]["lowerings"]  # of an earlier version
+    resumed.load_state_dict(saved)
+    assert (resumed.rate_scale, resumed.lowerings) == (1.0, 0)
+
+
 def test_windows_that_were_passed_over_are_counted_once() -> None:
     health = make(loss_spike={"action": "rollback"})
     feed(health, USUAL)

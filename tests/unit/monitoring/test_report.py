@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from cdrmix.config.load import shipped
 from cdrmix.errors import StateError
@@ -364,7 +365,7 @@ def test_what_was_unhealthy_is_listed_with_what_was_done(tmp_path):
     write_json_atomic(folder / "health.json", record)
     text = report_of(folder)[1].text
     assert "7 to 1,200 memory 1 loss 9.1 is above 8.7 warn" in text
-    assert "skipped steps 0, rollbacks 1, warnings 3 (50 newest of 61)." in text
+    assert "skipped steps 0, rollbacks 1, lowerings 0, warnings 3 (50 newest of 61)." in text
     write_json_atomic(folder / "health.json", record | {"events": [event]})
     text = report_of(folder)[1].text
     assert "7 loss spike 1 loss 9.1 is above 8.7 rollback back to step 4" in text
@@ -403,6 +404,13 @@ def test_a_dense_model_has_no_routing_plots(tmp_path):
     source, page = report_of(folder)
     assert source.count("<svg") == 5 + 1
     assert "a dense model has no routing" in page.text
+    snapshot = folder / "config_snapshot.yaml"
+    values = yaml.safe_load(snapshot.read_text(encoding="utf-8"))
+    values["model"]["moe"] = None
+    snapshot.write_text(yaml.safe_dump(values), encoding="utf-8")
+    (folder / "metrics.json").unlink()
+    titles = re.findall("<h2>(.*?)</h2>", report_of(folder)[0])
+    assert "Loss" in titles and not {"Routing", "Experts at the final evaluation"} & {*titles}
 
 
 def test_routing_beyond_its_limits_is_marked_by_layer(finished):

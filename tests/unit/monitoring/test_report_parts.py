@@ -325,3 +325,31 @@ def test_the_size_tells_what_is_active_and_what_is_trained(
     text = report_of(folder)[1].text
     assert f"Size {shown}" in text
     assert f"Size {shown}," not in text
+
+
+def test_objectives_have_a_table_and_a_plot_each(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", num_steps=8)
+    source, _ = report_of(folder)
+    assert "Loss by objective" not in source
+    snapshot = folder / "config_snapshot.yaml"
+    snapshot.write_text(snapshot.read_text() + "objectives: {thought: 2.5, z_loss: 1.0e-4}\n")
+    parts = {f"objective/{name}/loss": 3.25 for name in ("text", "thought", "fim", "fim_middle")}
+    further = {"objective/z_loss": 34.5, "objective/mtp_2/loss": 4.125}
+    logged(folder, step=9, **parts, **further, **{"eval/objective/thought/loss": 3.5})
+    summary = json.loads((folder / "metrics.json").read_text())
+    summary["evaluation"]["objectives"] = [{"objective": "text", "loss": 3.375, "tokens": 7}]
+    write_json_atomic(folder / "metrics.json", summary)
+    source, page = report_of(folder)
+    for row in (
+        "text 1.0 3.2500 3.3750",
+        "thought 2.5 3.2500 3.5000",
+        "answer 1.0 – –",
+        "fim_middle – 3.2500 –",
+        "mtp_2 – 4.1250 –",
+    ):
+        assert row in page.text, row
+    assert "prompt 0.0" not in page.text, "neither learned nor measured"
+    assert "z-loss: 0.0001 times" in page.text and "which is 34.5 now" in page.text
+    drawn = set(re.findall(r'aria-label="([^"]*) over steps"', source))
+    assert {"text", "thought", "fim", "fim_middle", "mtp_2", "z-loss"} <= drawn
+    assert "answer" not in drawn

@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cdrmix.objectives.language_model import linear_cross_entropy, sum_weights
+from cdrmix.objectives.language_model import (
+    HeadLoss,
+    LabelWeights,
+    VocabularyPart,
+    linear_cross_entropy,
+    linear_losses,
+    sum_weights,
+)
 from cdrmix.objectives.router import router_losses, router_monitors
 
 
@@ -73,9 +80,9 @@ def test_several_sums_at_once_are_those_of_their_labels_alone() -> None:
     labels = torch.randint(0, 50, (3, 700))
     labels[0, :30] = -100
     kinds = torch.randint(0, 3, (3, 700))
-    weights = F.one_hot(kinds, 4).float()  # nothing is of the last kind
+    weights = LabelWeights(sums=F.one_hot(kinds, 4).float())  # nothing is of the last kind
     with torch.no_grad():
-        ours = linear_cross_entropy(hidden, weight, labels, label_weights=weights)
+        ours = linear_losses(hidden, weight, labels, weights).nats
         alone = [
             linear_cross_entropy(hidden, weight, labels.masked_fill(kinds != kind, -100))
             for kind in range(4)
@@ -84,8 +91,89 @@ def test_several_sums_at_once_are_those_of_their_labels_alone() -> None:
     assert ours[3] == 0
     hidden[0, 31] = torch.inf
     with torch.no_grad():
-        ours = linear_cross_entropy(hidden, weight, labels, label_weights=weights)
+        ours = linear_losses(hidden, weight, labels, weights).nats
     assert ours.isfinite().sum() == 3, "a bad token is one of its own sum"
+
+
+def plain_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: LabelWeights
+) -> HeadLoss:
+    """Losses and sums by their definition, from all logits at once."""
+    logits = hidden @ weight.T
+    valid = labels != -100
+    nats = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")  # 0 if ignored
+    squares = logits.exp().sum(-1).log().square() * valid
+    assert weights.nats is not None and weights.squares is not None and weights.sums is not None
+    return HeadLoss(
+        (weights.nats * nats + weights.squares * squares).sum(),
+        torch.einsum("bt,bts->s", nats, weights.sums.double()),
+        torch.einsum("bt,bts->s", squares, weights.sums.double()),
+    )
+
+
+def losses_over_parts(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: LabelWeights
+) -> list[HeadLoss]:
+    """Losses of two parts of the vocabulary, each of which is told the other's scores."""
+    halves = weight.chunk(2)
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    told: list[torch.Tensor] = []
+    for first, half in ((0, halves[0]), (len(halves[0]), halves[1])):
+        logits = rows @ half.detach().T
+        local = labels.reshape(-1, 1).clamp(min=0) - first
+        is_here = (local >= 0) & (local < len(half))
+        score = logits.gather(1, local.clamp(0, len(half) - 1)) * is_here
+        told.append(torch.stack([logits.logsumexp(-1, keepdim=True), score]))
+    chunks = torch.stack(told).split(1024, dim=2)
+    results = []
+    for first, half in ((0, halves[0]), (len(halves[0]), halves[1])):
+        coming = iter(chunks)
+        part = VocabularyPart(first, lambda _, coming=coming: next(coming))
+        results.append(linear_losses(hidden, half, labels, weights, part))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parts"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)]
+)
+def test_nats_and_squares_weigh_as_asked_in_one_pass(dtype: torch.dtype, parts: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 700, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 50, (3, 700))
+    labels[0, :30] = -100
+    weights = LabelWeights(torch.rand(3, 700) * 2, torch.rand(3, 700), torch.rand(3, 700, 4))
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = plain_losses(*exact, labels, weights)
+    if parts == 1:
+        ours = linear_losses(hidden, weight, labels, weights)
+        gradients = torch.autograd.grad(ours.loss, [hidden, weight])
+    else:
+        of_parts = losses_over_parts(hidden, weight, labels, weights)
+        ours = of_parts[0]
+        assert torch.equal(ours.loss, of_parts[1].loss)
+        # The caller sums gradients of the hidden states, and each part has those of its rows.
+        gradients = torch.autograd.grad(sum(each.loss for each in of_parts), [hidden, weight])
+    rough = dtype == torch.bfloat16
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-3 if rough else 2e-6, atol=0.0)
+    for a, b in zip(gradients, torch.autograd.grad(expected.loss, exact), strict=True):
+        assert (a - b).abs().max() < (2e-2 if rough else 1e-5) * b.abs().max()
+
+
+def test_sums_need_no_further_pass_and_change_no_bit() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 8, requires_grad=True)
+    weight = torch.randn(50, 8, requires_grad=True)
+    labels = torch.randint(0, 50, (64,))
+    nats = torch.rand(64)
+    found = []
+    for weights in (LabelWeights(nats), LabelWeights(nats, None, torch.rand(64, 6))):
+        with FlopCounterMode(display=False) as counter:
+            loss = linear_losses(hidden, weight, labels, weights).loss
+        found.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
+        assert counter.get_total_flops() == 3 * 2 * 64 * 8 * 50
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_labels_that_are_ignored_weigh_nothing() -> None:

@@ -65,6 +65,19 @@ def test_every_schedule_reaches_the_peak_never_jumps_and_ends_at_the_minimum(
     assert max(falls) < 0.9 / math.sqrt(19_000)
 
 
+@pytest.mark.parametrize("changes", SCHEDULES, ids=lambda changes: changes["schedule"])
+def test_the_pieces_of_a_schedule_meet(changes: dict[str, object]) -> None:
+    course = rates(**changes)
+    given = training(**changes)
+    warmup, last = given.warmup_steps, given.num_steps - 1
+    high = given.hold_learning_rate or 1.0
+    joints = {warmup - 1: 1.0, warmup: 1.0, last: 0.1}
+    if changes["schedule"] in ("wsd", "infinite"):
+        settled = warmup + (given.settle_steps or 0)
+        joints |= {settled: high, last - given.cooldown_steps: high}
+    assert {step: course[step] for step in joints} == pytest.approx(joints, rel=0, abs=1e-12)
+
+
 def test_a_constant_rate_stays() -> None:
     assert set(rates(schedule="constant")[9:]) == {1.0}
 

@@ -15,8 +15,9 @@ from cdrmix.planning.counts import (
     parameters,
     params_by_part,
 )
-from cdrmix.planning.layout import Degrees, Layout, stage_layers
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.stages import stage_layers
 
 
 def config(name: str, *overrides: str) -> Config:

@@ -57,10 +57,20 @@ _MIXTRAL = {
 (Path(_FOLDERS.name) / "config.json").write_text(json.dumps(_MIXTRAL))
 
 
-def hf(given: Combination) -> Combination:
+_UNKNOWN = str(Path(_FOLDERS.name) / "unknown")
+Path(_UNKNOWN).mkdir()
+(Path(_UNKNOWN) / "config.json").write_text(json.dumps({**_MIXTRAL, "model_type": "unheard_of"}))
+
+
+def hf(given: Combination, path: str = _FOLDERS.name, **changes: Any) -> Combination:
     """The same with a Hugging Face model in place of the tiny one."""
-    model = ModelConfig.model_validate({"kind": "hf", "path": _FOLDERS.name})
+    model = ModelConfig.model_validate({"kind": "hf", "path": path, **changes})
     return replace(given, config=given.config.model_copy(update={"model": model}))
+
+
+def with_adapters(given: Combination) -> Combination:
+    """The same with a Hugging Face model and its adapters."""
+    return hf(given, lora={"rank": 4})
 
 
 def broken(given: Combination) -> set[str]:
@@ -76,6 +86,27 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "tensor-divides-num-heads",
         layout("model.num_heads=2", "model.head_dim=64", "model.num_kv_heads=1", tensor=4),
         layout(tensor=4),
+    ),
+    (
+        "muon-with-tensor",
+        layout("optimizer.kind=muon", tensor=2),
+        layout("optimizer.kind=muon", "optimizer.tensor=blockwise", tensor=2),
+    ),
+    (
+        "neuron-norm-with-tensor",
+        layout(
+            "optimizer.kind=muon",
+            "optimizer.tensor=blockwise",
+            "optimizer.neuron_norm=true",
+            tensor=2,
+        ),
+        layout("optimizer.kind=muon", "optimizer.neuron_norm=true"),
+    ),
+    ("muon-with-adapters", with_adapters(layout("optimizer.kind=muon")), with_adapters(layout())),
+    (
+        "muon-of-an-unknown-family",
+        hf(layout("optimizer.kind=muon"), _UNKNOWN),
+        hf(layout("optimizer.kind=muon")),
     ),
     ("tensor-divides-num-kv-heads", layout("model.num_kv_heads=1", tensor=2), layout(tensor=2)),
     ("tensor-divides-vocab-size", layout("model.vocab_size=4097", tensor=2), layout(tensor=2)),

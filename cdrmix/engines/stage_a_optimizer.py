@@ -1,0 +1,167 @@
+"""Optimizer of Stage A: made for a model, joined to DeepSpeed's engine, and described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.engine_state import Partition
+from cdrmix.config.schema import Config
+from cdrmix.engines.run import JsonObject
+from cdrmix.engines.run_directory import RunDirectory
+from cdrmix.log import get_logger
+from cdrmix.monitoring.sinks import write_json_atomic
+from cdrmix.optimizers.adamw import adamw
+from cdrmix.optimizers.groups import muon
+from cdrmix.optimizers.muon import Muon, scale_factor
+from cdrmix.optimizers.muon_layout import Held
+from cdrmix.parallel.apply import logical_name_in
+from cdrmix.planning.muon import matrices_of
+from cdrmix.planning.parameter import Parameter
+
+logger = get_logger(__name__)
+
+# File in a run directory: the optimizer and group of each parameter that trains.
+PARAMETER_GROUPS = "parameter_groups.json"
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Makes the configured optimizer for this rank's part of a model.
+
+    Raises:
+        PlanError: if a parameter of the model is of no known part, and Muon would have to know it.
+    """
+    if config.optimizer.kind == "muon":
+        return muon(model, config, logical_name_in(config.model))
+    return adamw(model, config.training)
+
+
+def join(engine: Any, optimizer: Muon, config: Config) -> None:
+    """Tells Muon where its matrices lie in an engine, and has it see each step's gradients.
+
+    Collective. DeepSpeed's optimizers are called at the end of a step's micro-batches alone, once
+    their gradients are reduced, by every kind of engine.
+    """
+    name = logical_name_in(config.model)
+    parts = list(engine_state.partitions(engine, name))
+    vectors = {name(own) for own, p in engine.module.named_parameters() if len(_shape(p)) < 2}
+    for part in parts:
+        optimizer.bind(
+            part.master,
+            [_held(piece) for piece in part.pieces],
+            lambda of: of not in vectors,
+            is_muon=part.group["is_muon"],
+            group=part.ranks,
+            device=engine.device,
+        )
+    zero = engine.optimizer
+    take_step = zero.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        gradients = ((part.master, _gradients(engine, n, part)) for n, part in enumerate(parts))
+        optimizer.prepare(gradients, scale=float(getattr(zero, "loss_scale", 1.0)))
+        return take_step(*args, **kwargs)
+
+    zero.step = step
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """Shape of a local parameter; ZeRO-3 leaves an empty tensor of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _held(piece: engine_state.Piece) -> Held:
+    placement, block = piece.placement, piece.span.block
+    return Held(
+        name=piece.name,
+        logical_shape=placement.shape,
+        block_offset=block.offset,
+        shape=block.shape,
+        start=piece.span.start,
+        numel=piece.span.numel,
+        offset=piece.offset,
+        counts=not placement.is_copy,
+    )
+
+
+def _gradients(engine: Any, number: int, part: Partition) -> list[Tensor]:
+    """Reduced gradients of a partition's pieces before a step of DeepSpeed 0.19.8, in their order.
+
+    They are one flat tensor with the optimizer on the host (where they are copied to as they are
+    reduced) and in BF16_Optimizer, and a list by parameter elsewhere.
+    """
+    zero = engine.optimizer
+    flat: Tensor | None = None
+    if hasattr(zero, "fp32_groups_gradient_flat_partition"):  # BF16_Optimizer
+        flat = zero.fp32_groups_gradient_flat_partition[number]
+    elif getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        if hasattr(zero, "_wait_for_offload_copies"):
+            zero._wait_for_offload_copies()
+        flat = part.master.grad
+    if flat is not None:
+        return [flat.narrow(0, piece.offset, piece.span.numel) for piece in part.pieces]
+    found: Sequence[Tensor] = zero.averaged_gradients[number]
+    lists = [each for each in found if not getattr(each, "_zero_padding", False)]
+    # ZeRO-3 lists a share of every parameter, which may be padding alone.
+    if engine.zero_optimization_stage() == 3:
+        shares = dict(zip(part.names, lists, strict=True))
+        lists = [shares[piece.name].narrow(0, 0, piece.span.numel) for piece in part.pieces]
+    return lists
+
+
+def parameter_table(engine: Any, config: Config) -> JsonObject:
+    """Optimizer, group, shape and scale factor of each trained parameter of the model; collective.
+
+    It is read off the engine. Raises AssertionError if a parameter is in no group, or in two.
+    """
+    own = dict(_rows(engine, config))
+    table: JsonObject = {}
+    for rows in runtime.all_gather_object(own):
+        table |= rows
+    return {name: table[name] for name in sorted(table)}
+
+
+def _rows(engine: Any, config: Config) -> Iterator[tuple[str, JsonObject]]:
+    name = logical_name_in(config.model)
+    shapes = engine_state.model_shapes(engine, name)
+    trained = {name(own) for own, p in engine.module.named_parameters() if p.requires_grad}
+    seen: set[str] = set()
+    for part in engine_state.partitions(engine, name):
+        is_muon = part.group.get("is_muon", False)
+        for each in part.names:
+            assert each not in seen, f"{each} is in two groups"
+            seen.add(each)
+            shape = shapes[each]
+            row: JsonObject = {
+                "optimizer": "muon" if is_muon else "adamw",
+                "group": part.group["name"],
+                "shape": list(shape),
+            }
+            if is_muon:
+                number, rows, columns = matrices_of(Parameter(each, shape, "feed_forward"))
+                factor = scale_factor(rows, columns, config.optimizer.scale)
+                row |= {"matrices": number, "factor": factor}
+            yield each, row
+    assert trained == seen, f"in no group: {sorted(trained - seen)}"
+
+
+def record_groups(directory: RunDirectory, engine: Any, config: Config) -> None:
+    """Write that table into a run directory, and log how much each optimizer trains; collective."""
+    table = parameter_table(engine, config)
+    path = directory.path / PARAMETER_GROUPS
+    runtime.first_rank_does(lambda: write_json_atomic(path, table))
+    counts = []
+    for kind in ("muon", "adamw"):
+        rows = [row for row in table.values() if row["optimizer"] == kind]
+        elements = sum(torch.Size(row["shape"]).numel() for row in rows)
+        matrices = sum(row.get("matrices", 0) for row in rows)
+        held = f"{matrices} matrices" if matrices else f"{len(rows)} tensors"
+        if rows:
+            counts.append(f"{kind} {held}, {elements / 1e6:.3g}M parameters")
+    if runtime.rank() == 0:
+        logger.info("optimizer: %s (%s)", "; ".join(counts), PARAMETER_GROUPS)

@@ -1,0 +1,53 @@
+"""Interface of a mixer, the part of a block that mixes tokens: the torch half of a block type.
+
+Its planning half is a `planning.blocks.block_type.BlockType`, which names the mixer's class.
+"""
+
+# B batch, T time, D hidden
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from cdrmix.config.model import ModelConfig
+
+
+class Mixer(nn.Module):
+    """Mixer of one layer.
+
+    Its own `forward` takes normalised input [B, T, D], a state or None, and segment ids [B, T] or
+    None; it returns the output [B, T, D] and the state after token T. One that hands on v_first
+    overrides `mix` instead of this order of arguments.
+
+    Where a sequence is spread over ranks, what meets other tokens is replaced: `across_tokens`
+    names such attributes, each with the operation that it holds (parallel/sequence.py knows them).
+    """
+
+    # False once the mixer looks at all tokens at once, as over sequence ranks
+    carries_state: bool = False
+    # dataclass of tensors; None if no state of a fixed size is carried
+    state_type: ClassVar[type | None] = None
+    across_tokens: ClassVar[Mapping[str, str]] = {}
+    # parts whose parameters the mixer reads without calling them, so that ZeRO-3 gathers them
+    read_inside: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @abstractmethod
+    def of_layer(cls, config: ModelConfig, layer: int) -> Self:
+        """Makes the mixer of a layer, from 0 at the input, without initial values."""
+
+    def mix(
+        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Mixes normalised input; returns the output, v_first, and the state after token T."""
+        out, after = self(x, state, segment_ids)
+        return out, v_first, after
+
+    @abstractmethod
+    def initialize(self, *, seed: int, name: str, std: float) -> None:
+        """Sets the initial values, random ones by the module's path `name`; `std` is the run's
+        standard deviation, which a type may leave for values of its own."""

@@ -1,0 +1,64 @@
+"""Causal grouped-query attention as a block type, under the name `transformer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cdrmix.config.model import ModelConfig
+from cdrmix.planning.blocks.block_type import BlockType, PerToken, SequenceForm, Setting
+from cdrmix.planning.layout import Layout
+from cdrmix.planning.parameter import Parameter
+
+
+class AttentionBlock(BlockType):
+    """Attention to all tokens before; heads are cut over tensor and exchanged between sequence
+    ranks."""
+
+    module = "cdrmix.models.attention:Attention"
+    adapted = ("query", "key", "value", "output")
+
+    def parameters(self, model: ModelConfig, layer: int) -> Iterator[Parameter]:
+        """Three matrices into the heads, and one out of them."""
+        width = model.hidden_size
+        kv_width = model.num_kv_heads * model.head_dim
+        for name, rows in {"query": width, "key": kv_width, "value": kv_width}.items():
+            yield Parameter(f"mixer.{name}.weight", (rows, width), "attention", cut=0)
+        yield Parameter("mixer.output.weight", (width, width), "attention", cut=1)
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int) -> int:
+        """2 T D: the causal half of scores and of mixing."""
+        return 2 * sequence_length * model.hidden_size
+
+    def saved(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """Query, key, value, output and one float32 a head, as flash attention saves them."""
+        model = setting.model
+        size = setting.element_bytes
+        width = model.hidden_size
+        kv_width = model.num_kv_heads * model.head_dim
+        outputs = 1 if form == "whole" else 2  # also before heads are exchanged for tokens
+        per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
+        return PerToken(size * width, per_head)
+
+    def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
+        """Cosine and sine of all positions, and the mask of documents."""
+        angles = 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
+        return angles + segment_mask_bytes(setting, layout)
+
+    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
+        """Keys and values of all tokens."""
+        return tokens * 2 * model.num_kv_heads * model.head_dim * element_bytes
+
+    def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
+        """Query, key, value there, mixed values back."""
+        kv_width = model.num_kv_heads * model.head_dim
+        return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
+
+
+def segment_mask_bytes(setting: Setting, layout: Layout) -> int:
+    """Bytes of the mask that separates the documents of a sample in one attention layer.
+
+    Its shape is [B, 1, T, T] in the type of the activations, over all tokens of a sample on every
+    rank: neither tensor nor sequence ranks split it.
+    """
+    pairs = layout.micro_batch_size * setting.sequence_length**2
+    return setting.element_bytes * pairs if setting.segments_documents else 0

@@ -1,0 +1,162 @@
+"""Interface of a block type, and how the one of a name is found.
+
+A block type is what a block mixes tokens with. It has two halves: a `BlockType`, which tells
+planning its parameters, FLOPs, activations, cut and state without torch, and the module that it
+names, a `models.mixer.Mixer`. Everything else, in planning and in the modules, asks these two and
+knows no type by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.parameter import Parameter
+
+FLOAT32_BYTES = 4
+WKVForm = Literal["fla", "chunked", "cpp"]
+# Exchange of a mixer between sequence ranks. whole: none; heads: tokens for heads, all-to-all;
+# state: each rank runs its own tokens, and their effect on the state is gathered.
+SequenceForm = Literal["whole", "heads", "state"]
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Bytes saved per token."""
+
+    whole: float  # of tensors that every tensor rank has in full
+    split: float = 0.0  # of heads, inner features or routed rows, which are split over tensor ranks
+
+    def __add__(self, other: PerToken) -> PerToken:
+        return PerToken(self.whole + other.whole, self.split + other.split)
+
+    def on(self, degrees: Degrees) -> float:
+        """Bytes per token on one rank."""
+        return self.whole + self.split / degrees.tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Properties of a run, the same in every layout, that bytes of a block depend on."""
+
+    model: ModelConfig
+    sequence_length: int  # tokens of a sample
+    element_bytes: int  # of an activation
+    device: Literal["cuda", "cpu"]
+    wkv: WKVForm  # implementation of the WKV-7 op
+    segments_documents: bool  # True if documents in a sample are kept apart
+
+
+class BlockType(ABC):
+    """Planning half of a block type.
+
+    Byte counts of exchanges are those that a rank receives in a forward pass, its own part
+    included; a backward pass receives as many.
+    """
+
+    # path of the module's class, MODULE:CLASS
+    module: ClassVar[str]
+    # True if the feed-forward is behind a token shift (RWKV's channel mixing)
+    shifts_channels: ClassVar[bool] = False
+    # True if the first block of the type makes v_first, which all later blocks are handed
+    passes_v_first: ClassVar[bool] = False
+    # True if tokens can be run span by span from a state of a fixed size
+    carries_state: ClassVar[bool] = False
+    # linear layers of the mixer that plastic adapters are attached to, by name
+    adapted: ClassVar[tuple[str, ...]] = ()
+    # axes of parallelism that the type cannot run on yet, each with the reason
+    refused_axes: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def parameters(self, model: ModelConfig, layer: int) -> Iterator[Parameter]:
+        """Parameters of the mixer in the order of the module, named from the block on
+        (`mixer.key.weight`), each with its cut over tensor ranks."""
+
+    @abstractmethod
+    def mixing_flops(self, model: ModelConfig, sequence_length: int) -> int:
+        """Forward FLOPs per token, without those of the matrices among the parameters."""
+
+    @abstractmethod
+    def saved(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """Bytes saved for the backward pass by the mixer, its input (the norm's output) included,
+        the norm and the residual stream left out."""
+
+    def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
+        """Bytes of a micro-batch saved by the mixer independently of its rank's tokens."""
+        return 0.0
+
+    def span_state(self, setting: Setting) -> PerToken:
+        """Bytes of a sample saved at the border of two recomputed spans, if a state is carried."""
+        assert not self.carries_state, "a type that carries a state tells its size"
+        return PerToken(0)
+
+    def workspace(self, setting: Setting) -> int:
+        """Bytes per token of temporary gradients in the mixer's backward pass."""
+        return 12 * setting.model.hidden_size * setting.element_bytes
+
+    @abstractmethod
+    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
+        """Bytes of a block's state in decoding, for one sequence of `tokens` tokens."""
+
+    def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int | None:
+        """Bytes of a layer's exchange of heads for `tokens` tokens; None: heads cannot be split."""
+        return None
+
+    def states_bytes(self, model: ModelConfig, samples: int, sequence: int) -> int | None:
+        """Bytes of a layer's states gathered from `sequence` ranks; None: none can be passed."""
+        return None
+
+    def state_form_flops(self, model: ModelConfig) -> int:
+        """Further forward FLOPs per token where states are passed between sequence ranks."""
+        return 0
+
+    def halo_values(self, model: ModelConfig) -> int:
+        """Values of a sample that a block takes from the sequence rank before, in each pass."""
+        return 0
+
+    def sequence_form(
+        self, model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
+    ) -> SequenceForm:
+        """Form that exchanges fewer bytes when `sequence` ranks share a sample."""
+        # one sample decides, as both forms grow with the number of samples
+        if sequence == 1:
+            return "whole"
+        by_heads = self.heads_bytes(model, sequence_length // sequence, element_bytes)
+        by_state = self.states_bytes(model, 1, sequence)
+        if by_state is None:
+            return "heads"
+        return "state" if by_heads is None or by_state < by_heads else "heads"
+
+    def module_class(self) -> Any:
+        """Class of the module; imports torch."""
+        return _found(self.module)
+
+
+@cache
+def block_type(name: str) -> BlockType:
+    """Block type registered under a name."""
+    found = _found(BLOCK_TYPES[name])
+    assert issubclass(found, BlockType), f"{BLOCK_TYPES[name]} is no block type"
+    made: BlockType = found()
+    return made
+
+
+def block_types(model: ModelConfig) -> list[BlockType]:
+    """Block type of each layer from the input."""
+    return [block_type(kind) for kind in model.layer_kinds()]
+
+
+def is_v_first_made(model: ModelConfig, layer: int) -> bool:
+    """True if a block before `layer` makes v_first."""
+    return any(block_type(kind).passes_v_first for kind in model.layer_kinds()[:layer])
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,361 @@
+"""Muon in DeepSpeed's engines: against a plain form, against DeepSpeed's own, faults, resuming.
+
+The layouts of whole models are rows of tests/distributed/test_layouts.py. Cases of one world size
+share their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.store import find_newest
+from cdrmix.config.optimizer import OptimizerConfig
+from cdrmix.errors import StateError
+from tests.checkpoints import save_checkpoint
+from tests.harness import run_ranks
+from tests.layouts import Case, make_config, run_steps, start, wake_blocks
+
+STEPS, BATCH, IN, OUT, EXPERTS = 4, 8, 24, 48, 3
+RATE, DECAY, CLIPPING = 0.02, 0.1, 0.05
+HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+# Stage, micro-steps, on the host, bf16 weights beside float32 masters.
+CASES = [
+    (stage, accumulation, host) for stage in (1, 2, 3) for accumulation in (1, 4) for host in (0, 1)
+]
+
+
+class Net(nn.Module):
+    """Two matrices, a stack of three and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(IN, OUT)
+        self.b = nn.Linear(OUT, IN)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, OUT, IN) * 0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = torch.tanh(self.a(x)) + torch.einsum("bi,eoi->bo", x, self.experts)
+        return ((self.b(inner) - y) ** 2).mean()
+
+
+def samples(step: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, IN, generator=source), torch.randn(BATCH, IN, generator=source)
+
+
+def settings(stage: int, accumulation: int, host: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, **(HOST if host else {})}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    zero["reduce_scatter"] = stage != 3
+    return {
+        "train_micro_batch_size_per_gpu": BATCH // accumulation // runtime.world_size(),
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+
+
+def weights_after(engine: Any) -> tuple[list[list[Any]], list[float]]:
+    """Final weights as numbers, and the gradient norm that the engine reports of each step."""
+    accumulation = engine.gradient_accumulation_steps()
+    norms = []
+    for step in range(STEPS):
+        x, y = (
+            each.chunk(runtime.world_size())[runtime.rank()].chunk(accumulation)
+            for each in samples(step)
+        )
+        for inputs, targets in zip(x, y, strict=True):
+            engine.backward(engine(inputs, targets))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    import deepspeed
+
+    found = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found.append(parameter.detach().float().tolist())
+    return found, norms
+
+
+def ours(stage: int, accumulation: int, host: int) -> tuple[list[list[Any]], list[float]]:
+    from cdrmix.engines.stage_a_optimizer import join
+    from cdrmix.optimizers.muon import Muon
+
+    config = make_config(Case(moe=False, optimizer="muon"))
+    training = config.training.model_copy(
+        update={"gradient_clipping": CLIPPING, "epsilon": 1e-8, "weight_decay": DECAY}
+    )
+    model = Net()
+    groups = [
+        {"name": name, "params": params, "is_muon": is_muon, "decay": DECAY, "lr": RATE}
+        for name, is_muon, params in (
+            ("matrices", True, [p for p in model.parameters() if p.dim() > 1]),
+            ("others", False, [p for p in model.parameters() if p.dim() == 1]),
+        )
+    ]
+    optimizer = Muon(groups, OptimizerConfig(kind="muon", scale="spectral"), training)
+    deepspeed = runtime.import_deepspeed()
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings(stage, accumulation, host)
+        )
+    join(engine, optimizer, config)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = RATE
+    found = weights_after(engine)
+    own = torch.tensor(float(optimizer.newton_schulz.matrices))
+    assert runtime.all_reduce_sum(own) == STEPS * (2 + EXPERTS), "once a step, on one rank"
+    return found
+
+
+def deepspeeds_own() -> list[list[Any]]:
+    """Weights that DeepSpeed's MuonWithAuxAdam comes to under ZeRO-2, in float32."""
+    deepspeed = runtime.import_deepspeed()
+    from deepspeed.runtime.zero.muon import original_muon
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    original_muon.ns_compute_dtype = lambda _="gram": torch.float32
+    model = Net()
+    groups: list[dict[str, Any]] = []
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() > 1  # type: ignore[attr-defined]
+    for is_muon in (True, False):
+        members = [p for p in model.parameters() if (p.dim() > 1) == is_muon]
+        kind = {"momentum": 0.95, "ns_method": "standard", "weight_decay": DECAY}
+        if not is_muon:
+            kind = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+        groups.append({"params": members, "lr": RATE, "use_muon": is_muon, **kind})
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=MuonWithAuxAdam(groups), config=settings(2, 1, 0)
+        )
+    return weights_after(engine)[0]
+
+
+def compare() -> dict[str, Any]:
+    runtime.initialize_distributed()
+    found = {str(case): ours(*case) for case in CASES}
+    theirs = deepspeeds_own() if runtime.world_size() == 2 else None
+    runtime.destroy_distributed()
+    return {"ours": found, "theirs": theirs}
+
+
+def plain(clipping: float) -> tuple[list[Tensor], list[float]]:
+    """The same four steps in plain torch."""
+    from tests.unit.optimizers.test_muon import orthogonal
+
+    model = Net()
+    momenta = {p: torch.zeros_like(p) for p in model.parameters() if p.dim() > 1}
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    adamw = torch.optim.AdamW(vectors, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    norms = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(*samples(step)).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([each.norm() for each in gradients]).norm()))
+        nn.utils.clip_grad_norm_(vectors, clipping)
+        adamw.step()
+        with torch.no_grad():
+            for weight, momentum in momenta.items():
+                assert weight.grad is not None
+                momentum.lerp_(weight.grad, 0.05)
+                followed = weight.grad.lerp(momentum, 0.95)
+                *_, rows, columns = weight.shape
+                stack = followed.view(-1, rows, columns)
+                update = torch.stack([orthogonal(each) for each in stack]).view_as(weight)
+                factor = max(1.0, rows / columns) ** 0.5
+                weight.mul_(1 - RATE * DECAY).add_(update, alpha=-RATE * factor)
+    return [p.detach() for p in model.parameters()], norms
+
+
+def largest(found: list[list[Any]], right: list[Tensor]) -> float:
+    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_stage_and_the_host_equal_a_plain_form(world: int) -> None:
+    (found, *_) = run_ranks(compare, world)
+    right, norms = plain(CLIPPING)
+    for case, (weights, reported) in found["ours"].items():
+        assert largest(weights, right) < 1e-6, case
+        # The true norm of all gradients, before anything is clipped or orthogonalised.
+        assert reported == pytest.approx(norms, rel=1e-5), case
+    if found["theirs"] is not None:  # which does not clip here
+        assert largest(found["theirs"], plain(1e9)[0]) < 1e-6
+        assert largest(found["theirs"], right) > 1e-4, "clipping must show"
+
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}
+CASE = Case(data=2, expert=2, optimizer="muon", model=SMALL)
+
+
+def planted(fault: str) -> str | None:
+    """Message of the first step with a fault in this process; None where it passes."""
+    from cdrmix.engines.optimizer_check import OptimizerCheck
+    from cdrmix.optimizers import groups
+
+    case = CASE
+    if fault == "bf16":
+        case = replace(CASE, training={"precision": "bf16"})
+    if fault == "neuron norm":
+        case = replace(CASE, settings={"neuron_norm": True, "newton_schulz": "quintic"})
+    takes_muon = groups.takes_muon
+    if fault == "tags cleared":
+        groups.takes_muon = lambda parameter, _: takes_muon(parameter, _) and parameter.layer != 0
+    started = start(case)
+    groups.takes_muon = takes_muon
+    engine, optimizer = started.engine, started.engine.optimizer.optimizer
+    if fault == "clipped":
+        engine.optimizer.clip_grad = 0.01
+    if fault == "every micro-step":
+        backward = engine.backward
+
+        def orthogonalise_too(loss: Tensor) -> None:
+            backward(loss)
+            optimizer.newton_schulz(torch.randn(1, 4, 4))
+
+        engine.backward = orthogonalise_too
+    if fault == "plain momentum":
+        count = optimizer.newton_schulz
+
+        class Nothing:
+            matrices = 0
+
+            def __call__(self, batch: Tensor) -> Tensor:
+                self.matrices += len(batch)
+                return batch / batch.norm(dim=(1, 2), keepdim=True) * 4
+
+        assert count is not None
+        optimizer.newton_schulz = Nothing()
+    try:
+        with OptimizerCheck().of_step(engine, started.config):
+            run_steps(started, count=1)
+    except StateError as error:
+        return str(error)
+    return None
+
+
+FAULTS = {
+    "": None,
+    "bf16": None,
+    "neuron norm": None,
+    "tags cleared": "of the .* elements that are for it",
+    "clipped": "DeepSpeed changed the gradient",
+    "every micro-step": "were orthogonalised in a step, and there are",
+    "plain momentum": "where .* is right, and a cosine of",
+}
+
+
+def plant_all() -> dict[str, str | None]:
+    runtime.initialize_distributed()
+    wake_blocks()
+    found = {fault: planted(fault) for fault in FAULTS}
+    runtime.destroy_distributed()
+    return found
+
+
+def test_the_check_of_the_first_step_notices_faults() -> None:
+    import re
+
+    for found in run_ranks(plant_all, 2):
+        for fault, pattern in FAULTS.items():
+            message = found[fault]
+            if pattern is None:
+                assert message is None, f"{fault}: {message}"
+            else:
+                assert message is not None, fault
+                assert re.search(pattern, message), message
+
+
+RESUMED = Case(
+    data=2,
+    moe=False,
+    profile="zero2",
+    optimizer="muon",
+    model=SMALL,
+    settings={"neuron_norm": True},
+)
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Bits of this rank's masters, momenta and mean squares."""
+    from cdrmix.models.backbone import logical_name
+
+    return {
+        f"{each.name} {each.kind} {each.span}": each.values.numpy().tobytes()
+        for each in engine_state.fragments(engine, logical_name)
+    }
+
+
+def save_and_go_on(folder: str) -> tuple[Any, Any]:
+    runtime.initialize_distributed()
+    wake_blocks()
+    started = start(RESUMED)
+    run_steps(started, count=3)
+    from cdrmix.models.backbone import logical_name
+
+    save_checkpoint(
+        Path(folder),
+        3,
+        engine_state.fragments(started.engine, logical_name),
+        state={"engine": engine_state.counters(started.engine)},
+        rank_state={},
+        keep=1,
+    )
+    ended = go_on(started)
+    again = resume(folder, RESUMED)
+    runtime.destroy_distributed()
+    return ended, again
+
+
+def go_on(started: Any) -> tuple[Any, Any]:
+    losses, _ = run_steps(started, first=3, count=3)
+    return losses, state_of(started.engine)
+
+
+def resume(folder: str, case: Case) -> tuple[Any, Any]:
+    from cdrmix.models.backbone import logical_name
+
+    started = start(case, seed=77)
+    newest = find_newest(Path(folder))
+    assert newest is not None
+    with CheckpointFile(newest.path) as checkpoint:
+        engine_state.load_engine(started.engine, checkpoint, logical_name)
+    return go_on(started)
+
+
+def resume_alone(folder: str) -> Any:
+    runtime.initialize_distributed()
+    wake_blocks()
+    zero3 = replace(
+        RESUMED, data=1, profile="zero3", zero={"stage3_param_persistence_threshold": 0}
+    )
+    found = [resume(folder, each)[0] for each in (replace(RESUMED, data=1, profile="zero1"), zero3)]
+    runtime.destroy_distributed()
+    return found
+
+
+def test_resuming_is_bitwise_and_moves_to_other_layouts(tmp_path: Path) -> None:
+    ranks = run_ranks(save_and_go_on, 2, str(tmp_path))
+    for ended, again in ranks:
+        assert ended == again
+    kinds = {name.split()[1] for name in ranks[0][0][1]}
+    assert {"param", "momentum_buffer", "neuron_square", "exp_avg"} <= kinds
+    for losses in run_ranks(resume_alone, 1, str(tmp_path))[0]:
+        assert losses == pytest.approx(ranks[0][0][0], rel=1e-6)
