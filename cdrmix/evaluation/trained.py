@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint import plain_module
 from cdrmix.checkpoint.base_model import base_of_adapters
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, Weights
 from cdrmix.checkpoint.fragments import is_stage_b
@@ -90,11 +90,11 @@ def load_trained(
         if config.model.lora is not None:
             code = config.model.remote_code
             with base_of_adapters(reader.state, newest.path, code, given=base) as frozen:
-                engine_state.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
+                plain_module.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         elsewhere = frozen_in(config.model)
-        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
+        plain_module.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 

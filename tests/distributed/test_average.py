@@ -24,7 +24,7 @@ HALF = EMA | {"precision": "bf16"}
 CASES = [
     Case(data=2, training=EMA),
     Case(data=2, training=HALF),  # DeepSpeed's BF16_Optimizer
-    Case(data=2, profile="zero2", expert=2, training=HALF),
+    Case(data=2, profile="zero2", expert=2, optimizer="muon", training=HALF),
     Case(data=2, profile="zero2_offload", moe=False, training=HALF),
     Case(data=2, profile="zero3", moe=False, zero=CUT | {"sub_group_size": 1}, training=EMA),
     Case(data=2, profile="zero3_offload", moe=False, zero=CUT, training=HALF),
