@@ -13,17 +13,12 @@ from torch import Tensor
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.models.backbone import Output
+from cdrmix.models.moe import rows_of
 from cdrmix.objectives.depth import depth_monitors, predictor_loss
-from cdrmix.objectives.router import (
-    router_losses,
-    router_monitors,
-    routers_in,
-    rows_of,
-    tokens_routed,
-)
+from cdrmix.objectives.router import router_losses, router_monitors, tokens_routed
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.blocks.routers import RouterPart
+from cdrmix.planning.blocks.routers import RouterPart, routers_in
 from cdrmix.planning.counts import compute_share
 from cdrmix.planning.depth import DEPTH_STATISTICS
 

@@ -21,12 +21,18 @@ from cdrmix.data.document import KINDS
 from cdrmix.data.loader import label_kinds, split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
+from cdrmix.models.moe import rows_of
 from cdrmix.objectives.depth import depth_monitors
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
-from cdrmix.objectives.router import router_monitors, routers_in, rows_of, tokens_routed
+from cdrmix.objectives.router import router_monitors, tokens_routed
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
-from cdrmix.planning.blocks.routers import RouterPart, num_statistics, router_places
+from cdrmix.planning.blocks.routers import (
+    RouterPart,
+    num_statistics,
+    router_places,
+    routers_in,
+)
 from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # Fixed, so that evaluations of different runs read the same samples.

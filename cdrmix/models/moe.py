@@ -28,7 +28,13 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
 from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
-from cdrmix.planning.blocks.routers import NUM_TOTALS
+from cdrmix.planning.blocks.routers import (
+    NUM_TOTALS,
+    RouterPart,
+    most_experts,
+    router_places,
+    routers_in,
+)
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -51,6 +57,24 @@ def widened(statistics: Tensor, size: int) -> Tensor:
     experts = (len(statistics) - NUM_TOTALS) // 2
     parts = statistics.split([experts, experts, NUM_TOTALS])
     return torch.cat([*(F.pad(part, (0, further)) for part in parts[:2]), parts[2]])
+
+
+def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
+    """Takes the statistics of one half of the blocks, [L, 2E + 3], out of the rows of a model."""
+    sizes = routers_in(model, part)
+    assert sizes is not None, "the model has such routers"
+    if model.kind == "hf":  # all of its routers are of feed-forwards
+        return statistics
+    places = router_places(model)
+    rows = [row for row, place in enumerate(places) if place.part == part]
+    if len(rows) < len(places):
+        statistics = statistics[rows]
+    unused = most_experts(model) - sizes.num_experts
+    if unused == 0:
+        return statistics
+    widths = [sizes.num_experts, unused, sizes.num_experts, unused, NUM_TOTALS]
+    counts, _, probabilities, _, totals = statistics.split(widths, dim=1)
+    return torch.cat([counts, probabilities, totals], 1)
 
 
 class Router(nn.Module):

@@ -1,11 +1,11 @@
 """Router losses and monitors from router statistics.
 
 Statistics are those of `MoEFeedForward.forward`, per token and averaged over all data ranks of a
-micro-step, so that losses do not depend on how the batch is spread. In the rows of a model
-(`planning.blocks.routers`) are those of mixers, too, which have losses and monitors of their own.
+micro-step, so that losses do not depend on how the batch is spread. `models.moe.rows_of` takes
+those of the routers in one half of the blocks out of the rows of a model.
 """
 
-# R routers of a model, L of them in one half of the blocks, E experts, k experts per token
+# L layers with such a router, E experts, k experts per token
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from cdrmix.config.model import ModelConfig
-from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
-from cdrmix.planning.blocks.routers import (
-    NUM_TOTALS,
-    RouterPart,
-    most_experts,
-    router_places,
-)
 
 
 class RouterLosses(NamedTuple):
@@ -38,31 +29,6 @@ class RouterMonitors(NamedTuple):
     overflow_fraction: Tensor
     dropped_fraction: Tensor
     entropy_bits: Tensor
-
-
-def routers_in(model: ModelConfig, part: RouterPart) -> MoEConfig | RoutingMambaConfig | None:
-    """Sizes and loss weights of the routers in one half of the blocks; None: there are none."""
-    if model.kind == "hf":
-        return model.moe if part == "ffn" else None
-    return next((each.sizes for each in router_places(model) if each.part == part), None)
-
-
-def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
-    """Takes the statistics of one half of the blocks, [L, 2E + 3], out of the rows of a model."""
-    sizes = routers_in(model, part)
-    assert sizes is not None, "the model has such routers"
-    if model.kind == "hf":  # all of its routers are of feed-forwards
-        return statistics
-    places = router_places(model)
-    rows = [row for row, place in enumerate(places) if place.part == part]
-    if len(rows) < len(places):
-        statistics = statistics[rows]
-    unused = most_experts(model) - sizes.num_experts
-    if unused == 0:
-        return statistics
-    widths = [sizes.num_experts, unused, sizes.num_experts, unused, NUM_TOTALS]
-    counts, _, probabilities, _, totals = statistics.split(widths, dim=1)
-    return torch.cat([counts, probabilities, totals], 1)
 
 
 @torch.no_grad()

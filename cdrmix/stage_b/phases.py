@@ -28,9 +28,10 @@ from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.engines.routing import router_parts
 from cdrmix.engines.training_data import Corpus
 from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.moe import rows_of
 from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
-from cdrmix.objectives.router import router_losses, rows_of
+from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading

@@ -13,6 +13,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.models import selective_scan_cuda
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.mamba import Mamba, MambaState, RoutingMamba
+from cdrmix.models.moe import rows_of
 from cdrmix.models.selective_scan import (
     CHUNK_TOKENS,
     ScanInputs,
@@ -20,7 +21,7 @@ from cdrmix.models.selective_scan import (
     scan_reference,
     selective_scan,
 )
-from cdrmix.objectives.router import router_losses, rows_of
+from cdrmix.objectives.router import router_losses
 from cdrmix.planning.blocks.block_type import block_type
 from cdrmix.planning.blocks.mamba import SCAN_CHUNK_TOKENS
 from cdrmix.planning.blocks.routers import router_places

@@ -40,6 +40,13 @@ def router_places(model: ModelConfig, layers: Sequence[int] | None = None) -> li
     return places
 
 
+def routers_in(model: ModelConfig, part: RouterPart) -> MoEConfig | RoutingMambaConfig | None:
+    """Sizes and loss weights of the routers in one half of the blocks; None: there are none."""
+    if model.kind == "hf":
+        return model.moe if part == "ffn" else None
+    return next((each.sizes for each in router_places(model) if each.part == part), None)
+
+
 def most_experts(model: ModelConfig) -> int:
     """Experts of the widest router; 0 in a model without any."""
     if model.kind == "hf":
