@@ -178,7 +178,7 @@ def start(case: Case, folder: Path) -> Started:
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps, over all ranks."""
     from cdrmix.engines.combination import own_weights
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
 
     config, topology, engine = started.config, started.topology, started.engine
     found = []

@@ -265,7 +265,7 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import training_step
     from cdrmix.engines.combination import Combination, own_weights, with_further_labels
     from cdrmix.engines.further_labels import further_names
 
@@ -295,8 +295,8 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
                 combination._worth = Combination(config, own, step=step)._worth
                 return combination
 
-            stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
-        result = stage_a.train_step(
+            training_step.Combination = with_local_z  # type: ignore[misc, assignment]
+        result = training_step.train_step(
             *(engine, started.config, topology, batch), step=step, weights=weights
         )
         # Nats of further tokens are behind those of the kinds, squares behind both.

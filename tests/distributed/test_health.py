@@ -139,9 +139,9 @@ SPIKE, NOT_FINITE = 3.0, float("inf")
 def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> None:
     """Have this rank's loss be `factor` times what it is in batches that begin at such samples."""
     from cdrmix.data.loader import Loader
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import training_step
 
-    read, losses = Loader.next, stage_a.next_token_losses
+    read, losses = Loader.next, training_step.next_token_losses
     is_bad = False
 
     def note_and_read(loader: Loader) -> Any:
@@ -152,7 +152,7 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
     def spoilt(*args: Any) -> HeadLoss:
         return HeadLoss(*(each * (factor if is_bad else 1.0) for each in losses(*args)))
 
-    Loader.next, stage_a.next_token_losses = note_and_read, spoilt
+    Loader.next, training_step.next_token_losses = note_and_read, spoilt
 
 
 def pass_over(first: int, end: int) -> None:

@@ -90,13 +90,13 @@ FAULTS = [
 
 def plant(broken: str) -> None:
     """Put a fault into this process, in place of an earlier one."""
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import routing
     from cdrmix.hf import model
     from cdrmix.hf.packing import Documents
     from cdrmix.optimizers import adamw
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "local statistics": (stage_a, "mean_over_ranks", lambda x, _: x),
+        "local statistics": (routing, "mean_over_ranks", lambda x, _: x),
         "head not counted": (
             *(model.Head, "forward"),
             lambda self, hidden, score: score(hidden, self._weight().detach()),

@@ -18,7 +18,7 @@ from cdrmix.config.objectives import ObjectivesConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.document import KINDS
 from cdrmix.engines.combination import objective_of, own_weights
-from cdrmix.engines.stage_a import StepResult, train_step
+from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.moe import Router
 from cdrmix.objectives.language_model import sum_weights

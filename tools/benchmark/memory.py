@@ -233,7 +233,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     """Measures the memory of this rank for a case; all its ranks call this."""
     from cdrmix.engines.combination import FurtherLabels
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
@@ -441,7 +441,7 @@ def predicted_peak(case: Case) -> int:
 def measured_peak(case: Case) -> int:
     """Peak of CUDA's allocator over two steps of this process, the only rank."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

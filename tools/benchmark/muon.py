@@ -90,7 +90,7 @@ def learn(kind: Kind, rate: float, *, steps: int = STEPS, seed: int = 0) -> dict
     The loss is in nats a byte, the time that of the steps, in seconds of CPU.
     """
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
