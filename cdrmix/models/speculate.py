@@ -83,12 +83,18 @@ def speculate(
         decoding.further.start_drafting(),
         input_ids[:, :0],
     )
-    waiting = {(0, input_ids.shape[1]): start} if max_new_tokens > 0 else {}
+    # Rows of routed blocks differ in the keys that they have, and do not meet.
+    meets = not model.config.routed_layers()
+    waiting = {(0, input_ids.shape[1]): [start]} if max_new_tokens > 0 else {}
     while waiting:
         place = min(waiting, key=lambda place: (place[1], place[0]))
-        for reached, group in decoding.go_on(*place, waiting.pop(place)):
-            met = waiting.get(reached)
-            waiting[reached] = group if met is None else _map(_joined, met, group)
+        groups = waiting.pop(place)
+        for reached, group in (each for of in groups for each in decoding.go_on(*place, of)):
+            others = waiting.setdefault(reached, [])
+            if others and meets:
+                others[0] = _map(_joined, others[0], group)
+            else:
+                others.append(group)
     model.train(was_training)
     return decoding.result()
 
@@ -181,8 +187,8 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 def _map(change: Callable[..., Tensor], *trees: Any) -> Any:
     """Applies `change` to the tensors of nested tuples, lists and dataclasses of one structure."""
     first = trees[0]
-    if first is None:
-        return None
+    if first is None or isinstance(first, int):  # a count, the same in all
+        return first
     if isinstance(first, Tensor):
         return change(*trees)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
