@@ -210,6 +210,7 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
             targets[:, : case.length + 1 - ahead, ahead - 1] = torch.where(
                 same, ids[:, ahead:], -100
             )
+        targets[labels < 0] = -100  # unevenly, as the labels
         batch["targets"] = targets
     if case.objectives:
         # The later a row, the rarer is text, of which the last rows have none.
@@ -354,6 +355,7 @@ def plant(broken: str) -> None:
     from cdrmix.engines import routing
     from cdrmix.models import attention, mamba
     from cdrmix.models.moe import Router
+    from cdrmix.models.mtp import FurtherTokens
     from cdrmix.models.rwkv7 import TimeMix
     from cdrmix.optimizers import average, muon_layout
     from cdrmix.parallel import (
@@ -376,6 +378,16 @@ def plant(broken: str) -> None:
             return found
 
         return lambda: setattr(pipeline.PipelineStage, "_unpack", enter)
+
+    def further(change: Callable[..., Any]) -> Callable[[], None]:
+        """Change targets and segment ids of what predicts further tokens."""
+        original = FurtherTokens.forward
+
+        def forward(parts: Any, hidden: Any, targets: Any, embed: Any, segment_ids: Any) -> Any:
+            targets, segment_ids = change(targets, segment_ids)
+            return original(parts, hidden, targets, embed, segment_ids)
+
+        return lambda: setattr(FurtherTokens, "forward", forward)
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -454,6 +466,13 @@ def plant(broken: str) -> None:
         "statistics of the last stage": without(2, lambda _: None),
         "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "averages apart": averages_apart,
+        "further tokens across documents": further(lambda targets, ids: (targets, None)),
+        "no token of the next rank": further(
+            lambda targets, ids: (
+                torch.cat([targets[:, :-1], torch.zeros_like(targets[:, -1:])], 1),
+                ids,
+            )
+        ),
         "tied gradients apart": lambda: setattr(
             pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),

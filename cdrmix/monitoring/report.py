@@ -198,6 +198,10 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         _time_tile(run),
         Tile("Throughput", formatted(speed, ",.0f"), "tokens per second, median"),
     ]
+    average = (run.summary.get("ema_evaluation") or {}).get("loss", run.latest("eval/ema_loss"))
+    if (of_average := _number(average)) is not None:
+        unit = f"nats per token, of the weights, {when}"
+        tiles.insert(1, Tile("Loss of the average", formatted(of_average, ".4f"), unit))
     total = _number(run.plan.get("total_params"))
     active = _number(run.plan.get("active_params"))
     if total is not None:

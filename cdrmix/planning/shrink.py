@@ -130,10 +130,13 @@ def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
     """Settings of a few layers that show every kind of the model's.
 
     A schedule stays as it is. Where layers are listed, each block type is there with each kind of
-    feed-forward that it has, in the order of the model, once for every stage.
+    feed-forward that it has, routed or not, in the order of the model, once for every stage.
     """
     moe = None if model.moe is None else _small_experts(model.moe, degrees)
-    if model.mixers is None and (moe is None or not model.has_dense_layers):
+    mod = None if model.mod is None else model.mod.model_dump()
+    is_routed_by_list = model.mod is not None and model.mod.layers is not None
+    has_both = model.moe is not None and model.has_dense_layers
+    if model.mixers is None and not has_both and not is_routed_by_list:
         fraction = model.transformer_fraction
         layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
         return {
@@ -141,13 +144,21 @@ def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
             "schedule": model.schedule,
             "transformer_fraction": fraction,
             "moe": moe,
+            "mod": mod,
         }
-    kinds = [(kind, model.has_experts(layer)) for layer, kind in enumerate(model.layer_kinds())]
+    routed = model.routed_layers() if is_routed_by_list else ()
+    kinds = [
+        (kind, model.has_experts(layer), layer in routed)
+        for layer, kind in enumerate(model.layer_kinds())
+    ]
     different = list(dict.fromkeys(kinds))
     layers = different * max(degrees.pipeline, -(-4 // len(different)))
     if moe is not None:
-        moe["layers"] = [layer for layer, (_, has_experts) in enumerate(layers) if has_experts]
-    return {"num_layers": len(layers), "mixers": [kind for kind, _ in layers], "moe": moe}
+        moe["layers"] = [layer for layer, (_, has_experts, _) in enumerate(layers) if has_experts]
+    if mod is not None and is_routed_by_list:
+        mod["layers"] = [layer for layer, (_, _, is_routed) in enumerate(layers) if is_routed]
+    mixers = [kind for kind, *_ in layers]
+    return {"num_layers": len(layers), "mixers": mixers, "moe": moe, "mod": mod}
 
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:

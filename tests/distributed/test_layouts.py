@@ -129,6 +129,18 @@ LAYOUTS = [
     Case(data=2, tensor=2, sequence=2, packed=True, profile="zero2", objectives=True),
     Case(pipeline=2, data=2, accumulation=2, profile="pipeline", optimizer="sgd", objectives=True),
     Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", objectives=True),
+    # further tokens: targets lie on other sequence ranks, the embedding on both ends of a pipeline
+    Case(data=2, expert=2, accumulation=2, optimizer="sgd", packed=True, further="deepseek"),
+    Case(data=2, sequence=2, accumulation=2, optimizer="sgd", packed=True, further="deepseek",
+         training=RECOMPUTED),
+    Case(tensor=2, accumulation=2, optimizer="sgd", packed=True, further="deepseek"),
+    Case(pipeline=2, accumulation=2, optimizer="sgd", packed=True, further="deepseek",
+         profile="pipeline"),
+    Case(data=2, profile="zero2", weighted=True, further="linear"),
+    Case(pipeline=2, profile="pipeline", weighted=True, further="linear"),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", further="block"),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut",
+         further="deepseek"),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
@@ -216,6 +228,19 @@ FAULTS = [
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
     Case(data=2, moe=False, broken="local statistics", model=MAMBA),
     Case(packed=True, broken="window leaks", model=MAMBA, training=SPANS),
+    Case(data=2, profile="zero2", weighted=True, further="linear", broken="local further mean"),
+    *(
+        Case(
+            data=2,
+            sequence=2,
+            accumulation=2,
+            optimizer="sgd",
+            packed=True,
+            further="deepseek",
+            broken=broken,
+        )
+        for broken in ("further tokens across documents", "no token of the next rank")
+    ),
     *(
         Case(pipeline=2, profile="pipeline", broken=broken)
         for broken in (

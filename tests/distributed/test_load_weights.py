@@ -27,7 +27,7 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed.test_layouts import CUT, ON_HOST
 from tests.distributed.test_partitioned_checkpoints import embedding_of, start_frozen
 from tests.harness import run_ranks
-from tests.layouts import Case, _masters, _whole, deviation, run_steps, start, wake_blocks
+from tests.layouts import Case, _held, _whole, deviation, run_steps, start, wake_blocks
 
 # Layouts by name of the group: DeepSpeed keeps the kind of layout in its modules for good.
 CASES = {
@@ -104,14 +104,14 @@ def take(root: str, cases: list[Case]) -> list[tuple[list[Any], list[Any], bool,
         with CheckpointFile(folder / "2") as checkpoint:
             with WeightFolder(folder, pieces_of(checkpoint)) as weights:
                 engine_state.load_weights(started.engine, weights, logical_name)
-            from_folder = _masters(started.engine)
+            from_folder = _held(started.engine, "param")
             source = CheckpointWeights(checkpoint)
             engine_state.load_weights(started.engine, source, logical_name)
         held = list(engine_state.fragments(started.engine, logical_name))
         moments = [float(each.values.abs().max()) for each in held if each.kind != "param"]
         counts = engine_state.counters(started.engine)
         is_new = not any(moments) and counts["global_steps"] == 0
-        masters = _masters(started.engine)
+        masters = _held(started.engine, "param")
         (loss,) = run_steps(started, first=2, count=1)[0]
         found.append((from_folder, masters, is_new, ours, loss))
     runtime.destroy_distributed()

@@ -12,11 +12,12 @@ import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.held_out import held_out_losses
+from cdrmix.cli import main
 from cdrmix.evaluation.trained import evaluate_run
 from cdrmix.export.exported_run import export_run
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
-from tests.layouts import _masters, _whole
+from tests.layouts import _held, _whole
 from tests.small_run import arguments, overrides, refused, start
 from tests.unit.data.token_folder import write_backwards
 
@@ -74,7 +75,7 @@ def begin(argv: list[str]) -> tuple[int, float, list[Any]]:
     def watched(run: Any, *positional: Any, **given: Any) -> bool:
         loss = run.stage.evaluate_now(run, max_tokens=TOKENS).loss
         run.stage.samples.clear()
-        seen.extend((loss, _masters(run.engine)))
+        seen.extend((loss, _held(run.engine, "param")))
         return run_stage(run, *positional, **given)
 
     session.run_stage = watched
@@ -143,6 +144,61 @@ def test_an_export_gives_the_weights_of_its_checkpoint(
             assert torch.equal(values, checkpoint.full(name)), name
     told = json.loads((tmp_path / "run" / "starts" / "0001.json").read_text())["start_from"]
     assert (told["kind"], told["step"]) == ("export", best)
+
+
+def test_parts_for_further_tokens_begin_anew_where_they_are_others(
+    earlier: Path, other_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    further = ["model.mtp.num_tokens=3", "training.max_steps=4", "checkpoint.every_steps=2"]
+    argv = from_weights(other_data, run_dir, earlier, *further)
+    ((code, _, held),) = run_ranks(begin, 1, argv)
+    assert code == 0
+    taken = _whole([held])
+    with CheckpointFile(earlier / "checkpoints" / "8") as checkpoint:
+        assert all(torch.equal(taken[name], checkpoint.full(name)) for name in checkpoint.names())
+        fresh = taken.keys() - set(checkpoint.names())
+    assert fresh == {"mtp.2.map.weight", "mtp.3.map.weight"}
+    assert not any(taken[name].any() for name in fresh)
+    said = "start_from: 0 tensors there that predict further tokens are not taken; those of"
+    assert said in (run_dir / "train.log").read_text()
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert all(line["objective/mtp_3/loss"] > 0 for line in lines)
+
+    # stopped and resumed it ends with the same numbers
+    again = tmp_path / "again"
+    shutil.copytree(run_dir, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    assert run_ranks(
+        start, 1, [*from_weights(other_data, again, earlier, *further), "--resume", "auto"]
+    ) == [0]
+    assert read_metrics(again / "metrics.jsonl")[-1]["loss"] == lines[-1]["loss"]
+    with CheckpointFile(run_dir / "checkpoints" / "4") as checkpoint:
+        with CheckpointFile(again / "checkpoints" / "4") as resumed:
+            for name in checkpoint.names():
+                assert torch.equal(checkpoint.full(name), resumed.full(name)), name
+        weights = {name: checkpoint.full(name) for name in checkpoint.names()}
+
+    # the other way round they are left there
+    ((code, _, held),) = run_ranks(begin, 1, from_weights(other_data, tmp_path / "next", run_dir))
+    assert code == 0
+    taken = _whole([held])
+    assert taken.keys() == weights.keys() - fresh
+    assert all(torch.equal(taken[name], weights[name]) for name in taken)
+    told = json.loads((tmp_path / "next" / "starts" / "0001.json").read_text())["start_from"]
+    assert told["not_taken"] == sorted(fresh)
+
+    # the run's text by speculation is its likeliest one
+    flags = ["generate", str(run_dir), "--prompt", "def", "--max-new-tokens", "12"]
+    assert main([*flags, "--temperature", "0"]) == 0
+    plain = capsys.readouterr().out
+    assert main([*flags, "--speculate"]) == 0
+    found = capsys.readouterr()
+    assert found.out == plain
+    assert "tokens per pass; guesses accepted: token 2" in found.err + found.out
+    assert main(["generate", str(earlier), "--speculate"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "model.mtp is null" in line
 
 
 def test_ranks_refuse_what_is_damaged_in_the_content_alone(

@@ -25,6 +25,7 @@ from typing import Any
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
+    muon_rows,
     policy_rows,
     registers_rows,
     retrieval_rows,
@@ -411,6 +412,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "train": ("make train", train_rows),
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
     "quality": ("Held-out loss beside peers, by optimizer and objective", quality_rows),
+    "muon": ("Muon beside AdamW", muon_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),

@@ -151,6 +151,13 @@ def test_plain_lines_show_step_loss_rate_norm_speed_memory_and_time_left():
     )
 
 
+def test_plain_lines_show_the_parts_of_a_loss_behind_it():
+    parts = {"objective/text/loss": 5.25, "objective/fim_middle/loss": 4.5}
+    stream = io.StringIO()
+    Progress(400, stream=stream).update(120, LINE | parts | {"objective/answer/loss": 2.125})
+    assert "loss 5.1234  text 5.250  answer 2.125  lr 1.87e-03" in stream.getvalue()
+
+
 def test_an_evaluation_has_a_line_of_its_own():
     stream = io.StringIO()
     Progress(400, stream=stream).update(120, LINE | EVALUATION)

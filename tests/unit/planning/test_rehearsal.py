@@ -123,6 +123,13 @@ def test_what_the_corpus_cannot_show_of_the_data_is_told() -> None:
     assert small.config.data.token_weights is not None, "the weighted loss is exercised"
     assert small.config.data.token_weights.text == 1
     assert {"weights of tokens", "mixture", "order of samples"} <= unseen
+    (small,), unseen = small_and_unseen(
+        "training.global_batch_size=12", "objectives.text=0", "objectives.z_loss=1e-4"
+    )
+    objectives = small.config.objectives
+    assert objectives is not None and (objectives.text, objectives.thought) == (1, 0)
+    assert objectives.z_loss == 1e-4
+    assert "objectives" in unseen
 
 
 @functools.cache

@@ -47,8 +47,9 @@ def layout(
 
 
 def reasoning(*overrides: str) -> Combination:
-    """The same of the tiny reasoning config."""
-    return replace(layout(), config=load_config(REASON_TINY, overrides))
+    """Combination of the tiny reasoning config, under the name of the other."""
+    config = load_config(REASON_TINY, overrides)
+    return replace(layout(), config=config.model_copy(update={"name": TINY.stem}))
 
 
 _FOLDERS = TemporaryDirectory(prefix="cdrmix-rules-")
