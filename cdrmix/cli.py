@@ -319,12 +319,16 @@ def add_evaluate(verbs: Verbs) -> None:
     flag("--max-tokens", type=at_least(1), help=tokens)
     flag(
         "--suite",
-        choices=("text", "reasoning"),
+        choices=("text", "infill", "reasoning"),
         default="text",
-        help="text: held-out loss (default); reasoning: tasks by length, with the backbone alone "
-        "beside it, stored as RUN_DIR/reasoning.json",
+        help="text: held-out loss (default); infill: lines of held-out documents, left out and "
+        "written by the model; reasoning: tasks by length, with the backbone alone beside it, "
+        "stored as RUN_DIR/reasoning.json",
     )
-    examples = "texts of each task and length in the reasoning suite; default 32"
+    examples = (
+        "texts of each task and length in the reasoning suite, default 32; lines in that of "
+        "infilling, default 100"
+    )
     flag("--examples", type=at_least(1), metavar="N", help=examples)
     flag(
         "--tasks",
@@ -339,14 +343,31 @@ def add_evaluate(verbs: Verbs) -> None:
     parser.set_defaults(run=partial(_evaluate, parser))
 
 
+_OF_REASONING = ("tasks", "write_tasks", "branches")
+
+
 def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if arguments.accept_threshold is not None and not arguments.branches:
         parser.error("--accept-threshold goes with --branches")
     if arguments.tasks and (arguments.examples or arguments.write_tasks):
         parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
+    if arguments.suite == "infill":
+        if arguments.max_tokens or any(getattr(arguments, flag) for flag in _OF_REASONING):
+            parser.error("--suite infill goes with --examples, --data, --base and --weights alone")
+        from cdrmix.evaluation import infilling
+        from cdrmix.evaluation.trained import evaluate_run_infilling
+
+        rows = evaluate_run_infilling(
+            _checkpoint_place(arguments),
+            data=arguments.data,
+            num_examples=arguments.examples or infilling.NUM_EXAMPLES,
+            base=arguments.base,
+            weights=arguments.weights or "trained",
+        )
+        print(infilling.infilling_table(rows, as_json=arguments.json))
+        return
     if arguments.suite == "text":
-        flags = ("examples", "tasks", "write_tasks", "branches")
-        if any(getattr(arguments, flag) for flag in flags):
+        if arguments.examples or any(getattr(arguments, flag) for flag in _OF_REASONING):
             parser.error(
                 "--examples, --tasks, --write-tasks and --branches go with --suite reasoning"
             )

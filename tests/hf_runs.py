@@ -41,6 +41,7 @@ class Case:
         zero: changes of the profile's `zero_optimization`.
         objectives: whether the loss has parts of their own means, and a z-loss.
         broken: fault to plant, by name.
+        optimizer: its kind.
     """
 
     family: str
@@ -50,6 +51,7 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     objectives: bool = False
     broken: str = ""
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         parts = [self.family, self.profile, "recomputed" if self.recompute else ""]
@@ -105,6 +107,7 @@ def make_config(case: Case, folder: Path) -> Config:
         name="hugging-face",
         model={"kind": "hf", "path": str(folder), **experts},
         training=training,
+        optimizer={"kind": case.optimizer},
         data={"path": "none", "segment_documents": True},
         objectives=OBJECTIVES if case.objectives else None,
     )
@@ -175,7 +178,7 @@ def start(case: Case, folder: Path) -> Started:
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps, over all ranks."""
     from cdrmix.engines.combination import own_weights
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
 
     config, topology, engine = started.config, started.topology, started.engine
     found = []

@@ -54,6 +54,7 @@ class Case:
         optimizer: adamw, muon, or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
+        mixed: whether layers are listed, with SwiGLU, and experts in every other one.
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
         weighted: whether labels have weights.
@@ -76,6 +77,7 @@ class Case:
     optimizer: str = "adamw"
     profile: str = "zero1"
     moe: bool = True
+    mixed: bool = False
     length: int = LENGTH
     packed: bool = False
     weighted: bool = False
@@ -96,6 +98,7 @@ class Case:
     def notes(self) -> list[str]:
         """What is unlike the other cases, in words."""
         found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
+        found += ["listed layers with SwiGLU"] if self.mixed else []
         found += ["documents apart"] if self.packed else []
         found += ["weighted tokens"] if self.weighted else []
         found += [f"mtp {self.further}"] if self.further else []
@@ -151,6 +154,10 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "moe": experts if case.moe else None,
         "mtp": FURTHER[case.further] if case.further else None,
     }
+    if case.mixed:
+        listed = ["transformer", "rwkv", "rwkv", "transformer"]
+        model |= {"mixers": listed, "ffn_activation": "swiglu", "ffn_hidden_size": 96}
+        model["moe"] = experts | {"layers": [1, 3]} if case.moe else None
     training = {
         "max_steps": STEPS,
         "seed": seed,
@@ -258,7 +265,7 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import training_step
     from cdrmix.engines.combination import Combination, own_weights, with_further_labels
     from cdrmix.engines.further_labels import further_names
 
@@ -288,8 +295,8 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
                 combination._worth = Combination(config, own, step=step)._worth
                 return combination
 
-            stage_a.Combination = with_local_z  # type: ignore[misc, assignment]
-        result = stage_a.train_step(
+            training_step.Combination = with_local_z  # type: ignore[misc, assignment]
+        result = training_step.train_step(
             *(engine, started.config, topology, batch), step=step, weights=weights
         )
         # Nats of further tokens are behind those of the kinds, squares behind both.
@@ -345,12 +352,21 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.models import attention
+    from cdrmix.engines import routing
+    from cdrmix.models import attention, mamba
     from cdrmix.models.moe import Router
     from cdrmix.models.mtp import FurtherTokens
     from cdrmix.models.rwkv7 import TimeMix
     from cdrmix.optimizers import average, muon_layout
-    from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
+    from cdrmix.parallel import (
+        apply,
+        exchange,
+        pipeline,
+        sequence,
+        tensor,
+        thresholds,
+        zero3,
+    )
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         """Change what a stage makes of the part-th tensor that crossed the border before it."""
@@ -379,6 +395,18 @@ def plant(broken: str) -> None:
         tensor._sum_gradients_of = lambda module, *rest: (
             None if isinstance(module, kind) else summed(module, *rest)
         )
+
+    def misplace_gates() -> None:
+        """Gates of a dense feed-forward meet other inner features than theirs."""
+        original = tensor.split_block
+
+        def split(block: Any, topology: Any) -> None:
+            original(block, topology)
+            if getattr(block.ffn, "gate", None) is not None:
+                gate = block.ffn.gate.weight
+                gate.data.copy_(gate.data.roll(1, 0))
+
+        apply.split_block = split
 
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
@@ -409,6 +437,7 @@ def plant(broken: str) -> None:
         "partial mixes": lambda: leave_partial(TimeMix),
         "partial router": lambda: leave_partial(Router),
         "partial tokens": lambda: setattr(tensor, "enter_region", lambda x, _: x),
+        "misplaced gates": misplace_gates,
         "uncounted experts": lambda: setattr(tensor, "_count_in_norm", lambda _: None),
         "no halo": lambda: setattr(
             sequence._NextRank, "apply", staticmethod(lambda x, _: torch.zeros_like(x))
@@ -417,6 +446,16 @@ def plant(broken: str) -> None:
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
+        "local fractions": lambda: setattr(
+            thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
+        ),
+        "predictor loss is a sum": lambda: setattr(
+            routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
+        ),
+        "every token is counted as routed": lambda: setattr(
+            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
+        ),
         "head not counted": lambda: setattr(
             zero3._Head,
             "forward",

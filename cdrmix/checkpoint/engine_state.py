@@ -29,6 +29,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.plain_module import Elsewhere, LogicalName, nowhere, saved_tensors
 from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
 from cdrmix.optimizers.average import AVERAGE_KINDS, begin_average, swap_average
@@ -36,17 +37,9 @@ from cdrmix.optimizers.muon import NEURON_SQUARE, Muon
 from cdrmix.optimizers.muon_layout import Held
 from cdrmix.parallel.tensor import is_copy, shard_of
 
-LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
-# True for the logical names of frozen parameters and buffers that no checkpoint holds.
-Elsewhere = Callable[[str], bool]
-
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _nowhere(_: str) -> bool:
-    return False
 
 
 class _Placement(NamedTuple):
@@ -78,7 +71,7 @@ class Partition(NamedTuple):
 
 
 def fragments(
-    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = _nowhere
+    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = nowhere
 ) -> Iterator[Fragment]:
     """Yields this rank's part of masters, optimizer state, frozen parameters and buffers, but for
     those kept `elsewhere`. Over all ranks each element occurs exactly once. Called between two
@@ -136,7 +129,7 @@ def load_engine(
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
-    elsewhere: Elsewhere = _nowhere,
+    elsewhere: Elsewhere = nowhere,
     averages: bool = False,
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
@@ -210,51 +203,12 @@ def _use_other_weights(engine: Any) -> None:
         engine.module.align_embeddings()
 
 
-def load_module(
-    module: torch.nn.Module,
-    checkpoint: CheckpointFile,
-    logical_name: LogicalName = str,
-    *,
-    others: Container[str] = (),
-    elsewhere: Elsewhere = _nowhere,
-) -> None:
-    """Fills a plain module, with all experts in this process, from the float32 master weights, or
-    from their average if `checkpoint` was opened for it. The module is on any device, of any float
-    type, and read one tensor at a time. `logical_name`, `others` and `elsewhere` are as in
-    `load_engine`. Raises StateError if names or shapes differ."""
-    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
-    tensors = {name: tensor for name, tensor in tensors.items() if not elsewhere(name)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_names(checkpoint, shapes, others=others)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
-
-
-def fill_module(
-    module: torch.nn.Module,
-    source: WeightSource,
-    logical_name: LogicalName = str,
-    *,
-    fresh: Container[str] = (),
-) -> None:
-    """Fills a plain module with weights from elsewhere, one tensor at a time. Arguments are as in
-    `load_weights`. Raises StateError if names or shapes differ."""
-    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_source(source, shapes, fresh=fresh)
-    with torch.no_grad():
-        for name in source.names():
-            values = source.read(name, Span.whole(Box.whole(shapes[name])))
-            tensors[name].copy_(values.view(shapes[name]))
-
-
 def model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
     """Logical shape of each parameter and persistent buffer of the model, by logical name;
     collective."""
     shapes = {
         logical_name(name): _placement(engine, tensor).shape
-        for name, tensor, _ in _saved_tensors(engine.module)
+        for name, tensor, _ in saved_tensors(engine.module)
     }
     if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
         parts: list[Any] = [None] * engine.grid.pipe_parallel_size
@@ -277,14 +231,6 @@ def _round_from_masters(engine: Any) -> None:
     persistent = optimizer.persistent_parameters  # small ones, whole on every rank
     if persistent:
         persistent[0].all_gather(persistent)
-
-
-def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Name, tensor and kind of each parameter, and of each buffer of a module's saved state."""
-    yield from ((name, parameter, "param") for name, parameter in module.named_parameters())
-    # named_buffers lists the others, too, which a module computes anew.
-    saved = module.state_dict(keep_vars=True)
-    yield from ((name, b, "buffer") for name, b in module.named_buffers() if name in saved)
 
 
 def partitions(engine: Any, logical_name: LogicalName) -> Iterator[Partition]:
@@ -377,7 +323,7 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
     saves it. Values have the types, and undivided ones the shapes, of the engine."""
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
-    for name, tensor, kind in _saved_tensors(engine.module):
+    for name, tensor, kind in saved_tensors(engine.module):
         if id(tensor) in trained:
             continue
         placement = _placement(engine, tensor)

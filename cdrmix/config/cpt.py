@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 
 # Text in place of a folder: the starting model writes its own replay.
 SELF: Literal["self"] = "self"

@@ -15,7 +15,7 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from cdrmix.config.cpt import SELF
-from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
+from cdrmix.config.model import DERIVED_MODEL_FIELDS
 from cdrmix.config.problems import (
     Keys,
     alternatives,
@@ -27,6 +27,7 @@ from cdrmix.config.problems import (
 )
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config, ParallelConfig
+from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 

@@ -1,38 +1,39 @@
-"""Section base class, and the `model` section with its layer schedule and low-rank sizes."""
+"""The `model` section with its layer schedule and low-rank sizes."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cdrmix.config.hugging_face import sizes_of_folder
 from cdrmix.config.lora_targets import dropout_refused
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, without unknown keys, without conversions but of a whole number
-    to a float (`true` is not 1, '8' is not 8). A text below a field is its description."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        # In one line, for messages and the JSON schema.
-        for field in cls.model_fields.values():
-            field.description = field.description and " ".join(field.description.split())
-        return handler(source)
-
+from cdrmix.config.model_parts import (
+    LoraConfig,
+    MambaConfig,
+    ModConfig,
+    MoEConfig,
+    MtpConfig,
+    RoutingMambaConfig,
+)
+from cdrmix.config.section import Section
 
 # Block types by the name that a schedule gives them, MODULE:CLASS: the one registration of a type.
 # docs/architecture.md tells how to add one.
 BLOCK_TYPES = {
     "rwkv": "cdrmix.planning.blocks.rwkv:RWKVBlock",
     "transformer": "cdrmix.planning.blocks.attention:AttentionBlock",
+    "mamba": "cdrmix.planning.blocks.mamba:MambaBlock",
+    "routing_mamba": "cdrmix.planning.blocks.mamba:RoutingMambaBlock",
+}
+# Sections that only some block types read, each with these.
+_USERS_OF_SECTIONS = {
+    "mamba": ("mamba", "routing_mamba"),
+    "routing_mamba": ("routing_mamba",),
 }
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
@@ -41,84 +42,20 @@ DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 _FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
 # Keys of RWKX-V alone.
 _EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
-_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta", "mtp")
-
-
-class MoEConfig(Section):
-    """Mixture-of-experts feed-forward: two-matrix squared-ReLU experts, top-k routed."""
-
-    num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
-    top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
-    expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
-    # Below 1, tokens would be dropped even if all experts were chosen equally often.
-    capacity_factor: float = Field(1.25, ge=1.0)
-    """Slots per expert over tokens * top_k / num_experts (ratio); also the reference of the
-    overflow when nothing is dropped."""
-    drop_tokens: bool = False
-    """True: assignments beyond the capacity are dropped in training. False: dropless. Evaluation is
-    always dropless."""
-    load_balance_weight: float = Field(0.01, ge=0)
-    """Weight of the load-balance loss, mean over layers (ratio)."""
-    z_loss_weight: float = Field(1e-3, ge=0)
-    """Weight of the router z-loss, mean over layers (ratio)."""
-
-    @field_validator("expert_hidden_size")
-    @classmethod
-    def _rows_are_aligned(cls, value: int) -> int:
-        # torch's grouped_mm: "strides should be multiple of 16 bytes", which are 8 numbers in bf16
-        if value % 8:
-            raise ValueError(
-                f"expert_hidden_size = {value} is no multiple of 8, which the grouped matrix "
-                f"product of the experts needs. Try {value - value % 8 + 8}"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _top_k_fits(self) -> MoEConfig:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
-                "a token goes to distinct experts"
-            )
-        return self
-
-
-class LoraConfig(Section):
-    """Low-rank adapters of a frozen Hugging Face model (peft); null trains the whole model."""
-
-    rank: int = Field(16, ge=1, description="Rank of an adapter (features).")
-    alpha: float | None = Field(None, gt=0)
-    """Scale of an adapter times its rank (ratio); twice the rank when left out."""
-    # peft refuses dropout on parameters of experts.
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are dropped (ratio); 0 where experts are adapted."""
-    target_modules: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
-    """Names of linear layers that get adapters; null: those of the family, never routers."""
-    experts: bool = True
-    """Adapt the experts of MoE layers too; false: they stay as they are."""
-
-
-class MtpConfig(Section):
-    """Multi-token prediction: parts that predict tokens beyond the next one, for training and for
-    speculative decoding."""
-
-    kind: Literal["independent", "deepseek"] = "independent"
-    """independent: a head for each further token, from the last hidden state (Gloeckle et al.,
-    arXiv 2404.19737). deepseek: a block for each further token, from the hidden state and the
-    embedding of the token before (DeepSeek-V3, arXiv 2412.19437)."""
-    num_tokens: int = Field(4, ge=2)
-    """Tokens predicted at each position, the next one included (count)."""
-    head: Literal["linear", "block"] = "linear"
-    """Independent head before the tied unembedding: a linear map, or a block of attention."""
-
-    @model_validator(mode="after")
-    def _head_is_of_the_kind(self) -> MtpConfig:
-        if self.kind == "deepseek" and self.head != "linear":
-            raise ValueError(
-                f"head = {self.head} is for kind = independent: a deepseek depth has a block "
-                "anyway. Leave it out"
-            )
-        return self
+_SCHEDULE_KEYS = ("schedule", "transformer_fraction")
+_RWKX_KEYS = (
+    *_SCHEDULE_KEYS,
+    "mixers",
+    "mamba",
+    "routing_mamba",
+    "ffn_activation",
+    "init_std_scale",
+    "rope_theta",
+    "mod",
+    "mtp",
+)
+# An entry of `mixers`: NAME, or NAME*N for N layers.
+_MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
 
 
 class LowRankSizes(NamedTuple):
@@ -164,13 +101,25 @@ class ModelConfig(Section):
     transformer_fraction)-th."""
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
+    mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
+    """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
+    transformer, mamba or routing_mamba; NAME*N stands for N layers. null: by the schedule."""
     ffn_hidden_size: int = Field(ge=1)
-    """Inner width of the dense feed-forward used when moe is null (features); top_k *
+    """Inner width of a dense feed-forward, of layers without experts (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
+    ffn_activation: Literal["squared_relu", "swiglu"] = "squared_relu"
+    """Feed-forwards and experts. squared_relu: two matrices, down(relu(up x)^2). swiglu: three,
+    down(silu(gate x) * up x)."""
     moe: MoEConfig | None = None
     """Mixture-of-experts feed-forward; null is a dense model."""
     mtp: MtpConfig | None = None
     """Multi-token prediction; null: the next token alone."""
+    mamba: MambaConfig | None = None
+    """Sizes of Mamba mixers, of Routing Mamba too; filled in where there are such layers."""
+    routing_mamba: RoutingMambaConfig | None = None
+    """Experts of Routing Mamba mixers; filled in where there are such layers."""
+    mod: ModConfig | None = None
+    """Mixture of Depths; null: every block takes every token."""
     init_std_scale: float = Field(1.0, gt=0)
     """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.
@@ -200,6 +149,7 @@ class ModelConfig(Section):
                 if _is_count(inner) and _is_count(top_k):
                     width = inner * top_k
             filled["ffn_hidden_size"] = width
+        _fill_sections(filled)
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -217,6 +167,24 @@ class ModelConfig(Section):
             f"hidden_size / num_heads = {hidden} / {heads} = {value:g}; a head has 32, 64 or 128 "
             f"features. Try {advice}"
         )
+
+    @field_validator("mixers", mode="before")
+    @classmethod
+    def _mixers_are_known(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+            return value
+        expanded: list[str] = []
+        for entry in value:
+            match = _MIXER_ENTRY.fullmatch(entry)
+            name = match[1] if match else entry
+            if match is None or name not in BLOCK_TYPES:
+                (near,) = difflib.get_close_matches(name, BLOCK_TYPES, n=1, cutoff=0)
+                raise ValueError(
+                    f"{entry!r}: give a block type, or a type and a number of layers as in "
+                    f"'{near}*3'. Known: {', '.join(BLOCK_TYPES)}"
+                )
+            expanded += [name] * int(match[2] or 1)
+        return expanded
 
     @model_validator(mode="after")
     def _parts_fit(self) -> ModelConfig:
@@ -239,9 +207,39 @@ class ModelConfig(Section):
                 f"num_heads * head_dim = {self.num_heads} * {self.head_dim} = "
                 f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
             )
-        # For its error: a fraction that cannot be interleaved is refused with the file.
+        # For their errors: a fraction that cannot be interleaved is refused with the file, and so
+        # are blocks that cannot be routed.
         self.layer_kinds()
+        self._check_layers()
+        self.routed_layers()
         return self
+
+    def _check_layers(self) -> None:
+        """Raises ValueError where keys of single layers do not fit the others."""
+        if self.mixers is not None:
+            if len(self.mixers) != self.num_layers:
+                raise ValueError(
+                    f"mixers names {len(self.mixers)} layers, and num_layers = {self.num_layers}"
+                )
+            for key in _SCHEDULE_KEYS:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key} has no meaning with mixers, which names the type of each layer. "
+                        "Leave one of them out"
+                    )
+        kinds = set(self.layer_kinds())
+        for key, users in _USERS_OF_SECTIONS.items():
+            if getattr(self, key) is not None and kinds.isdisjoint(users):
+                raise ValueError(
+                    f"{key} has no meaning without a layer of the type {' or '.join(users)} in "
+                    "mixers. Leave it out"
+                )
+        last = self.moe_layers()[-1:]
+        if last and last[0] >= self.num_layers:
+            raise ValueError(
+                f"moe.layers names layer {last[0]}, and num_layers = {self.num_layers}: the last "
+                f"one is {self.num_layers - 1}"
+            )
 
     @property
     def has_deepspeed_experts(self) -> bool:
@@ -260,25 +258,34 @@ class ModelConfig(Section):
                 "num_layers": self.num_layers + self.mtp.num_tokens - 1,
                 "schedule": "interleave-x",
                 "transformer_fraction": 1.0,
-                "moe": None,
-                "mtp": None,
+                "mixers": None,
+                **dict.fromkeys(("mamba", "routing_mamba", "moe", "mod", "mtp")),
             }
         )
 
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose feed-forward is of experts, from 0 at the input."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
-        return tuple(range(self.num_layers)) if self.moe is not None else ()
+        if self.moe is None:
+            return ()
+        return tuple(range(self.num_layers)) if self.moe.layers is None else self.moe.layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if the feed-forward of a layer is dense."""
+        return len(self.moe_layers()) < self.num_layers
 
     def has_experts(self, layer: int) -> bool:
         """True if the feed-forward of a layer is of experts."""
         return layer in self.moe_layers()
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Block type of each layer from the input, by name: of `schedule` and
+        """Block type of each layer from the input, by name: of `mixers`, or else of `schedule` and
         `transformer_fraction`. Raises ValueError if an interleaved fraction is not one over a whole
         number."""
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
+        if self.mixers is not None:
+            return self.mixers
         kinds = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
@@ -297,6 +304,28 @@ class ModelConfig(Section):
                 kinds[layer] = "transformer"
         return tuple(kinds)
 
+    def routed_layers(self) -> tuple[int, ...]:
+        """Blocks that take a share of the tokens alone, from the input; none without `mod`. Raises
+        ValueError if one of `mod.layers` cannot be one of them."""
+        if self.mod is None or self.kind != "rwkx":
+            return ()
+        kinds = self.layer_kinds()
+        whole = kinds.index("rwkv") if "rwkv" in kinds else None
+        possible = [layer for layer in range(self.num_layers) if layer != whole]
+        if self.mod.layers is None:
+            return tuple(possible)
+        for layer in self.mod.layers:
+            if layer == whole:
+                raise ValueError(
+                    f"mod.layers holds {layer}, the first RWKV block, whose values all later RWKV "
+                    "blocks mix in, for every token. Leave it out"
+                )
+            if layer not in possible:
+                raise ValueError(
+                    f"mod.layers holds {layer}, and the blocks are 0 to {self.num_layers - 1}"
+                )
+        return tuple(sorted(set(self.mod.layers)))
+
     @property
     def init_std(self) -> float:
         """Standard deviation of the normal initialisation."""
@@ -309,6 +338,16 @@ class ModelConfig(Section):
             for factor in (2.5, 1.7, 5)
         )
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
+
+
+def _fill_sections(filled: dict[str, Any]) -> None:
+    """Fills in the sections that block types of the model need, in place."""
+    entries = filled.get("mixers")
+    if isinstance(entries, list | tuple):
+        kinds = {str(entry).partition("*")[0] for entry in entries}
+        for key, users in _USERS_OF_SECTIONS.items():
+            if not kinds.isdisjoint(users) and filled.get(key) is None:
+                filled[key] = {}
 
 
 def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
@@ -335,6 +374,8 @@ def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
             given = given.model_dump()
         if isinstance(size, dict):
             given = given if isinstance(given, dict) else {}
+            if given.get("layers") is not None:
+                raise ValueError("moe.layers has no meaning with kind = hf. Leave it out")
             changed = {name: given[name] for name in _EXPERT_SIZES if name in given}
             if given.get("drop_tokens"):
                 raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from cdrmix.config.model import MtpConfig, Section
+from cdrmix.config.model_parts import MtpConfig
+from cdrmix.config.section import Section
 
 # Of documents of the data, in the order in which they are told; each is a key below.
 OF_TOKENS = ("text", "fim", "prompt", "thought", "answer")

@@ -6,15 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 
 
 class OptimizerConfig(Section):
-    """Optimizer of Stage A. AdamW's decays and denominator offset are in `training`; with Muon they
-    are those of the parameters that are no hidden matrices."""
+    """Optimizer of Stage A. AdamW's decays, denominator offset and gradient_clipping are in
+    `training`; with Muon they are those of the parameters that are no hidden matrices. weight_decay
+    is that of both. Stage B has an AdamW of its own."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon: hidden matrices by orthogonalised momentum, all other parameters by AdamW."""
+    """muon: hidden matrices by orthogonalised momentum, all other parameters by AdamW. The keys
+    below are muon's, and without effect otherwise."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate of the matrices under muon (per step); null: training.learning_rate."""
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's decay of the momentum (ratio).")
@@ -28,15 +30,17 @@ class OptimizerConfig(Section):
     set for each of five steps; polar: Polar Express."""
     newton_schulz_steps: int = Field(5, ge=1, le=10, description="Newton-Schulz steps (count).")
     neuron_norm: bool = False
-    """Scale each row of the orthogonalised update by its running second moment (NorMuon)."""
+    """Divide each row of the orthogonalised update by the root of its running mean square, and
+    restore the norm of the whole (NorMuon)."""
     neuron_beta: float = Field(0.95, ge=0, lt=1)
     """Decay of that second moment (ratio)."""
     experts: Literal["muon", "adamw"] = Field("muon", description="Optimizer of the experts.")
     low_rank: Literal["muon", "adamw"] = "adamw"
     """Optimizer of the low-rank pairs of RWKV blocks."""
     max_spike: float | None = Field(10.0, gt=1)
-    """Gradients of matrices larger than so many times their running median norm are left out of the
-    momentum (ratio); null: none is."""
+    """A step in which the norm of the matrices' gradients is more than so many times its running
+    median leaves them out of the momentum, and is counted as optimizer/spikes (ratio); null: none
+    does."""
     tensor: Literal["refuse", "blockwise"] = "refuse"
     """With tensor ranks: refuse Muon, or orthogonalise each rank's part by itself, which is another
     algorithm."""

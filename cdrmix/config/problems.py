@@ -16,8 +16,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from cdrmix.config.common_names import COMMON_NAMES
-from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
+from cdrmix.config.model import DERIVED_MODEL_FIELDS
 from cdrmix.config.schema import Config
+from cdrmix.config.section import Section
 
 Keys = tuple[str, ...]
 AnySection = TypeVar("AnySection", bound=Section)

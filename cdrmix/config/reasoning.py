@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 
 Phase = Literal["memory", "adapters", "policy", "joint"]
 ReasoningTask = Literal[

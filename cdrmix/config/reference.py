@@ -12,10 +12,11 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
+from cdrmix.config.model import DERIVED_MODEL_FIELDS
 from cdrmix.config.problems import alternatives, bounds, item_of, nearest_paths, section_of
 from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
+from cdrmix.config.section import Section
 from cdrmix.errors import ConfigError
 
 _TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}

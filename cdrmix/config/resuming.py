@@ -22,10 +22,10 @@ from cdrmix.config.load import (
     with_absolute_paths,
     with_layout,
 )
-from cdrmix.config.model import Section
 from cdrmix.config.redaction import REDACTED, redacted
 from cdrmix.config.resuming_rules import REFUSED, ResumedChange, rule_of
 from cdrmix.config.schema import Config, ParallelConfig, TrainingConfig
+from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.log import get_logger

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
-from cdrmix.config.model import ModelConfig, Section
+from cdrmix.config.model import ModelConfig
 from cdrmix.config.objectives import (
     ObjectivesConfig,
     further_in_stage_b,
@@ -19,6 +19,7 @@ from cdrmix.config.objectives import (
 )
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
+from cdrmix.config.section import Section
 
 
 class MixturePhase(Section):
@@ -458,6 +459,11 @@ class Config(Section):
             raise ValueError(
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
+            )
+        if stage_b is not None and self.model.mamba is not None:
+            raise ValueError(
+                "stage_b with Mamba layers is not available in this version: memory and adapters "
+                "have been shown on RWKV and Transformer blocks alone. Try stage_b=null"
             )
         if self.training.stage == "b" and self.health.loss_spike.action == "lower_rate":
             raise ValueError(

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cdrmix.corpus.encode import (
     EncodeJob,
     StreamJob,
     encoded_tokens,
+    fim_counts,
     run_encode,
     split_of,
     split_sizes,
@@ -294,6 +296,7 @@ class _Build:
         outcome = BuildOutcome(
             sources=[each.as_json(tokens[each.source.name]) for each in outcomes],
             held_out=held_out(split_sizes(streams), self._share),
+            fim=fim_counts(streams) if self._recipe.fim is not None else None,
         )
         manifest = self._finish(results, folder, streams, num_slots, outcome)
         log_domains((source.domain for source in self._recipe.sources), manifest)
@@ -392,9 +395,12 @@ class _Build:
         tokenizer = load_tokenizer(tokenizer_folder)
         fim = self._recipe.fim
         dtype = smallest_dtype(num_slots)
+        # Another Python may parse other documents.
+        parser = sys.version_info[:2] if fim is not None and fim.span == "ast" else None
         jobs = []
         for task, folder in zip(self._tasks, folders, strict=True):
-            key = content_key(folder.name, digests, self._share, fim and fim.model_dump())
+            how = fim and fim.model_dump() | ({"parser": parser} if parser else {})
+            key = content_key(folder.name, digests, self._share, how)
             out = self._work / "tokens" / key
             job = EncodeJob(task, folder, tokenizer_folder, dtype, self._share, fim, out)
             jobs.append(job)
@@ -417,6 +423,7 @@ class _Build:
                     dtype=dtype,
                     eos_id=tokenizer.eos_id,
                     max_tokens=self._recipe.shards.max_tokens,
+                    window_tokens=fim.window_tokens if fim and split == SPLITS[0] else None,
                     out=self._out,
                     result=self._work / f"{split}-{domain}.json",
                 )

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix import runtime
+from cdrmix.corpus.placing import REARRANGED, Stream, placement
 from cdrmix.corpus.steps.minhash import mix
 from cdrmix.corpus.task_run import Task, close_synced, read_documents
 from cdrmix.data.document import FimConfig, draw_by_key, encoded, fields_of, rearranged, restored
@@ -41,6 +42,7 @@ from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 
 SPLITS = ("train", "validation")
+FIM_FILE = "fim.json"
 # 64 MB as int64; the peak of counting n-grams is about six times that.
 MAX_TOKENS = 2**23
 _WINDOW_TOKENS = 2**14
@@ -83,17 +85,28 @@ def run_encode(job: EncodeJob) -> None:
     The result has for each split `<split>.bin` (tokens, with EOS after each document and in front
     what it begins with, such as BOS), `<split>.npy` (tokens and bytes of text of each document,
     [n, 2] int64) and, for chains of thought, the role of each token, `<split>.roles` (a byte each).
+    Where documents are placed by a window, those for infilling are there in both orders: rearranged
+    they are in `train.fim`, and `train.fim.npy`, of tasks with any, has their tokens ([n] int64, 0:
+    not drawn). `fim.json` counts them.
     """
     if job.is_done():
         return
     tokenizer = _cached_tokenizer(job.tokenizer)
     # Little-endian on every machine: shards have one byte order.
     dtype = np.dtype(job.dtype).newbyteorder("<")
+
+    def whole(tokens: list[int]) -> NDArray[Any]:
+        return np.array([*tokenizer.document_prefix, *tokens, tokenizer.eos_id], dtype=dtype)
+
+    has_roles = job.task.source.chain_of_thought is not None
+    by_window = job.fim is not None and job.fim.window_tokens is not None
+    counts: Counter[str] = Counter()
     with new_folder(job.out) as folder:
         files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
-        has_roles = job.task.source.chain_of_thought is not None
         role_files = {s: (folder / f"{s}.roles").open("wb") for s in SPLITS if has_roles}
+        fim_file = (folder / "train.fim").open("wb")
         sizes: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
+        fim_sizes: list[int] = []
         for document in read_documents(job.documents, job.task):
             split = split_of(document.id, job.validation_share)
             tokens: list[int] | None = None
@@ -105,19 +118,28 @@ def run_encode(job: EncodeJob) -> None:
             elif job.fim is not None and split == "train":
                 # The validation split is not rearranged: its loss has the same meaning in runs with
                 # and without infilling.
-                tokens = rearranged(document, job.fim, tokenizer)
-            if tokens is None:
-                tokens = tokenizer.encode(document.text)
-            whole = [*tokenizer.document_prefix, *tokens, tokenizer.eos_id]
-            ids = np.array(whole, dtype=dtype)
+                tokens = rearranged(document, job.fim, tokenizer, counts=counts)
+                if by_window:
+                    drawn = whole(tokens) if tokens is not None else whole([])[:0]
+                    fim_file.write(drawn.tobytes())
+                    fim_sizes.append(len(drawn))
+                    tokens = None
+            ids = whole(tokenizer.encode(document.text) if tokens is None else tokens)
             files[split].write(ids.tobytes())
             sizes[split].append((len(ids), len(document.text.encode())))
-        for file in (*files.values(), *role_files.values()):
+        for file in (*files.values(), *role_files.values(), fim_file):
             close_synced(file)
         for split in SPLITS:
-            with (folder / f"{split}.npy").open("wb") as table:
-                np.save(table, np.array(sizes[split], dtype=np.int64).reshape(-1, 2))
-                close_synced(table)
+            _save(folder / f"{split}.npy", np.array(sizes[split], dtype=np.int64).reshape(-1, 2))
+        if fim_sizes:
+            _save(folder / "train.fim.npy", np.array(fim_sizes, dtype=np.int64))
+        write_file(folder / FIM_FILE, json.dumps(counts).encode())
+
+
+def _save(path: Path, values: NDArray[Any]) -> None:
+    with path.open("wb") as table:
+        np.save(table, values)
+        close_synced(table)
 
 
 def split_of(document_id: str, validation_share: float) -> str:
@@ -132,6 +154,7 @@ class StreamJob:
     Attributes:
         parts: (name of the source, result of `run_encode`) of each task, in corpus order.
         eos_id: token that ends each document.
+        window_tokens: samples by which documents for infilling are placed; None: in corpus order.
         out: folder of the shards.
         result: JSON file that describes the shards; written after them.
     """
@@ -142,8 +165,14 @@ class StreamJob:
     dtype: Dtype
     eos_id: int
     max_tokens: int
+    window_tokens: int | None
     out: Path
     result: Path
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Results of `run_encode`, in corpus order."""
+        return tuple(folder for _, folder in self.parts)
 
     def is_done(self) -> bool:
         """Returns True if the result exists, and with it the shards."""
@@ -154,8 +183,8 @@ def encoded_tokens(streams: Iterable[StreamJob]) -> Counter[str]:
     """Returns the tokens of each source over all splits, EOS included, by its name."""
     tokens: Counter[str] = Counter()
     for stream in streams:
-        for source, folder in stream.parts:
-            tokens[source] += int(np.load(folder / f"{stream.split}.npy")[:, 0].sum())
+        for source, lengths in _lengths(stream):
+            tokens[source] += int(lengths.sum())
     return tokens
 
 
@@ -163,11 +192,41 @@ def split_sizes(streams: Iterable[StreamJob]) -> dict[str, tuple[int, int]]:
     """Returns (documents, tokens) of each split; a document that shards cut counts once."""
     sizes = dict.fromkeys(SPLITS, (0, 0))
     for stream in streams:
-        for _, folder in stream.parts:
-            table = np.load(folder / f"{stream.split}.npy")  # [documents, (tokens, bytes)]
+        for _, lengths in _lengths(stream):
             documents, tokens = sizes[stream.split]
-            sizes[stream.split] = documents + len(table), tokens + int(table[:, 0].sum())
+            sizes[stream.split] = documents + len(lengths), tokens + int(lengths.sum())
     return sizes
+
+
+def _lengths(job: StreamJob) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Yields the source of each task of a stream, and the tokens of its documents."""
+    if job.window_tokens is None:
+        for source, folder in job.parts:
+            yield source, np.load(folder / f"{job.split}.npy")[:, 0]
+        return
+    placed = placement(job.folders, job.split, job.window_tokens)
+    for place, (source, _) in enumerate(job.parts):
+        yield source, placed.lengths[placed.tasks == place]
+
+
+def fim_counts(streams: Iterable[StreamJob]) -> dict[str, int]:
+    """Returns what became of the training documents that were drawn for infilling, counted.
+
+    Those `drawn`, those `rearranged`, `unparsed` ones, whose middle is of characters as they have
+    no syntax tree, and by reason those that stayed as they are.
+    """
+    counts: Counter[str] = Counter()
+    for stream in streams:
+        if stream.split != "train":
+            continue
+        encoded: Counter[str] = Counter()
+        for folder in stream.folders:
+            encoded.update(json.loads((folder / FIM_FILE).read_bytes()))
+        placed = Counter({REARRANGED: encoded["drawn"]})
+        if stream.window_tokens is not None:
+            placed = placement(stream.folders, stream.split, stream.window_tokens).counts
+        counts += encoded + placed
+    return dict(sorted(counts.items()))
 
 
 def write_stream(job: StreamJob) -> None:
@@ -175,30 +234,18 @@ def write_stream(job: StreamJob) -> None:
 
     The lists `shards` and `sources` have an entry per shard; `ngrams` is `ngram_entropy`'s result.
     """
-    pieces: list[tuple[str, int]] = []  # (source, pieces that its documents were cut into)
+    # Source of each run of documents, and the pieces that shards have cut them into.
+    pieces: list[tuple[str, int]] = []
+    dtype = np.dtype(job.dtype).newbyteorder("<")
+    stream_of = Stream(job.folders, job.split, dtype, job.window_tokens)
 
     def documents() -> Iterator[tuple[NDArray[Any], int]]:
-        for source, folder in job.parts:
-            sizes = np.load(folder / f"{job.split}.npy")
-            dtype = np.dtype(job.dtype).newbyteorder("<")
-            num_pieces = 0
-            start = 0
-            if len(sizes):  # an empty file cannot be mapped into memory
-                tokens = np.memmap(folder / f"{job.split}.bin", dtype=dtype, mode="r")
-            for length, text_bytes in sizes.tolist():
-                yield tokens[start : start + length], text_bytes
-                start += length
-                num_pieces += -(-length // job.max_tokens)
-            pieces.append((source, num_pieces))
-
-    def roles() -> Iterator[NDArray[np.uint8]]:
-        for _, folder in job.parts:
-            num_tokens = int(np.load(folder / f"{job.split}.npy")[:, 0].sum())
-            file = folder / f"{job.split}.roles"
-            if num_tokens and file.exists():
-                yield np.memmap(file, dtype=np.uint8, mode="r")
-            else:  # a domain may mix chains of thought with plain text, which has role 0
-                yield np.zeros(num_tokens, dtype=np.uint8)
+        for entry in stream_of:
+            tokens, text_bytes = stream_of.document(entry)
+            yield tokens, text_bytes
+            source = job.parts[entry.task][0]
+            earlier = pieces.pop()[1] if pieces and pieces[-1][0] == source else 0
+            pieces.append((source, earlier - (-len(tokens) // job.max_tokens)))
 
     shards = write_shards(
         job.out,
@@ -209,8 +256,9 @@ def write_stream(job: StreamJob) -> None:
         max_tokens=job.max_tokens,
     )
     if any((folder / f"{job.split}.roles").exists() for _, folder in job.parts):
-        shards = write_roles(job.out, shards, roles())
-    # Documents stand in the order of their sources, so one queue of names tells the counts.
+        # A domain may mix chains of thought with plain text, which has role 0.
+        shards = write_roles(job.out, shards, stream_of.roles())
+    # In the order of the documents, so that one queue of names tells the counts.
     names = itertools.chain.from_iterable(itertools.starmap(itertools.repeat, pieces))
     result: dict[str, Any] = {
         "shards": [shard.model_dump() for shard in shards],

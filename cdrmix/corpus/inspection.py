@@ -78,6 +78,9 @@ def lineage(
     }
     if recipe.mixture is not None:
         origin["mixture"] = recipe.mixture.model_dump(mode="json")
+    if recipe.fim is not None and recipe.fim.window_tokens is not None:
+        # Training cuts each domain by itself, as the documents were placed.
+        origin["fim_window_tokens"] = recipe.fim.window_tokens
     return origin
 
 
@@ -88,10 +91,12 @@ class BuildOutcome:
     Attributes:
         sources: what became of each source, as `SourceOutcome.as_json` gives it.
         held_out: the share that was asked for and what was held out.
+        fim: documents drawn for infilling, by what became of them; None without infilling.
     """
 
     sources: Sequence[Mapping[str, Any]]
     held_out: Mapping[str, float]
+    fim: Mapping[str, int] | None
 
 
 def write_build_report(
@@ -148,6 +153,8 @@ def write_build_report(
         "held_out": dict(outcome.held_out),
         "steps": _step_counts(recipe, records, decisions),
     }
+    if outcome.fim is not None:
+        report["fim"] = dict(outcome.fim)
     for name, by_domain in histograms.items():
         report[name] = {domain: _sorted(counts) for domain, counts in sorted(by_domain.items())}
     report["ngrams"] = {domain: values for domain, values in ngrams.items() if values}
@@ -373,7 +380,7 @@ class Inspection:
         shards: entries of the manifest.
         mixture: as `cdrmix.data.mixture.mixture_course` describes it.
         lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
-        read, sources, held_out, steps, lengths, languages, ngrams: from the report of a build;
+        read, sources, held_out, fim, steps, lengths, languages, ngrams: from the report of a build;
             absent without one.
     """
 
@@ -388,6 +395,7 @@ class Inspection:
     read: ReadCounts | None = None
     sources: list[SourceCounts] = field(default_factory=list)
     held_out: HeldOut | None = None
+    fim: dict[str, int] | None = None
     steps: list[InspectedStep] = field(default_factory=list)
     lengths: dict[str, dict[str, int]] | None = None
     languages: dict[str, dict[str, int]] = field(default_factory=dict)

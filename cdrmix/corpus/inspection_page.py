@@ -118,6 +118,9 @@ def _source_lines(inspection: Inspection) -> Iterator[str]:
             f"({held_out.tokens:,}).",
             "",
         )
+    if inspection.fim is not None:
+        amounts = ", ".join(f"{what} {count:,}" for what, count in inspection.fim.items())
+        yield from _wrapped(f"Training documents for infilling: {amounts or 'none'}.", "")
 
 
 def _short(count: int, width: int) -> str:

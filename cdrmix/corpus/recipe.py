@@ -18,9 +18,9 @@ from typing import Any, get_type_hints
 from pydantic import Field, create_model, model_validator
 
 from cdrmix.config.load import read_config_text, shipped
-from cdrmix.config.model import Section
 from cdrmix.config.problems import AnySection, Problem, alternatives, shown, validate
 from cdrmix.config.schema import MixtureConfig
+from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.corpus.source import SourceConfig, missing_path
 from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter

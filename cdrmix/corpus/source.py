@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
 from cdrmix.errors import DataError
 
 STANDARD_LIBRARY = "python:stdlib"

@@ -5,9 +5,9 @@ disappears without a trace. It keeps no state from one document to the next unle
 says which, and its size.
 
 Fill in the middle rearranges documents so that predicting the next token learns to infill: a
-document is cut at two characters, anywhere, and its middle put last: prefix, suffix, middle (PSM),
-or suffix, prefix, middle (SPM, in the second variant of the paper). Source: Bavarian et al.,
-Efficient Training of Language Models to Fill in the Middle, 2022.
+document is cut at two places (`cdrmix.data.fim_span`), and its middle put last: prefix, suffix,
+middle (PSM), or suffix, prefix, middle (SPM, in the second variant of the paper). Source: Bavarian
+et al., Efficient Training of Language Models to Fill in the Middle, 2022.
 
 A chain of thought is a document in three parts, prompt, thought and answer, with a role per token.
 Between steps it is one text, its parts joined by the names of special tokens, which the fields read
@@ -18,13 +18,20 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cdrmix.config.model import Section
+from cdrmix.config.section import Section
+from cdrmix.data.fim_span import (
+    Kind,
+    middle_of_characters,
+    middle_of_lines,
+    middle_of_syntax,
+)
 from cdrmix.data.tokenizer import ANSWER, SPECIAL_TOKENS, THOUGHT
 from cdrmix.data.tokenizer_base import CHAIN_ROLES, FIM_ROLES, Tokenizer
 
@@ -78,6 +85,10 @@ class DocumentStep(ABC):
                 drop(document, reason)
 
 
+# Prefix, suffix, middle; or suffix first.
+FimOrder = Literal["psm", "spm"]
+
+
 class FimConfig(Section):
     """Rearrangement of training documents for infilling."""
 
@@ -94,27 +105,74 @@ class FimConfig(Section):
         description="Longer documents stay as they are: their middle would be in another sample "
         "than what is around it.",
     )
+    # Left out where they say nothing, so that recipes without them keep their digest.
+    span: Kind = Field(
+        "characters",
+        exclude_if=lambda value: value == "characters",
+        description="Middle: any characters; whole lines; ast: a node of the syntax tree of "
+        "Python, or characters where a document does not parse.",
+    )
+    window_tokens: int | None = Field(
+        None,
+        ge=8,
+        exclude_if=lambda value: value is None,
+        description="training.sequence_length, or a divisor of it, by which documents are placed "
+        "so that no rearranged one lies in two samples; null: they are placed in order (tokens).",
+    )
 
 
-def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> list[int] | None:
-    """Ids of a rearranged document, without prefix and EOS; None if it stays as it is."""
+def rearranged(
+    document: Document,
+    config: FimConfig,
+    tokenizer: Tokenizer,
+    *,
+    counts: Counter[str] | None = None,
+) -> list[int] | None:
+    """Ids of a rearranged document, without prefix and EOS; None if it stays as it is.
+
+    `counts` counts documents that were drawn, and those of them that did not parse.
+    """
     text = document.text
     if config.domains is not None and document.domain not in config.domains:
         return None
     if len(text) > config.max_characters or draw_by_key(document.id, "fim") >= config.rate:
         return None
-    # Either cut may be before the first character or behind the last.
-    begin, end = sorted(
-        int(draw_by_key(document.id, f"fim cut {number}") * (len(text) + 1)) for number in (1, 2)
-    )
+    counts = Counter() if counts is None else counts
+    counts["drawn"] += 1
+    draws = [draw_by_key(document.id, f"fim cut {number}") for number in (1, 2)]
+    span = middle_of_characters(text, draws)
+    if config.span == "lines":
+        span = middle_of_lines(text, draws)
+    elif config.span == "ast":
+        node = middle_of_syntax(text, draws)
+        counts["unparsed"] += node is None
+        span = node or span
+    prefix, middle, suffix = encoded_parts(text, span, tokenizer)
+    suffix_first = draw_by_key(document.id, "fim order") < config.spm_rate
+    return [*arranged(prefix, suffix, tokenizer, "spm" if suffix_first else "psm"), *middle]
+
+
+def encoded_parts(
+    text: str, middle: tuple[int, int], tokenizer: Tokenizer
+) -> tuple[list[int], list[int], list[int]]:
+    """Ids of prefix, middle and suffix of a text; `middle` is the begin and end of it."""
+    begin, end = middle
     # Encoded apart: a token that reaches over a cut would give the middle away.
-    prefix = tokenizer.encode(text[:begin])
-    middle = tokenizer.encode(text[begin:end], continues=begin > 0)
-    suffix = tokenizer.encode(text[end:], continues=end > 0)
+    return (
+        tokenizer.encode(text[:begin]),
+        tokenizer.encode(text[begin:end], continues=begin > 0),
+        tokenizer.encode(text[end:], continues=end > 0),
+    )
+
+
+def arranged(
+    prefix: Sequence[int], suffix: Sequence[int], tokenizer: Tokenizer, order: FimOrder
+) -> list[int]:
+    """Ids that a middle follows in a rearranged document; DataError without tokens for them."""
     pre, suf, mid = map(tokenizer.role_id, FIM_ROLES)
-    if draw_by_key(document.id, "fim order") < config.spm_rate:
-        return [pre, suf, *suffix, mid, *prefix, *middle]
-    return [pre, *prefix, suf, *suffix, mid, *middle]
+    if order == "spm":
+        return [pre, suf, *suffix, mid, *prefix]
+    return [pre, *prefix, suf, *suffix, mid]
 
 
 def fim_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

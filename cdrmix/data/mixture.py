@@ -19,7 +19,6 @@ import heapq
 import json
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 from cdrmix.config.problems import validate
 from cdrmix.config.schema import Config, MixtureConfig
 from cdrmix.data.shards import MANIFEST_FILE, Manifest
-from cdrmix.data.token_dataset import SplitDataset, permute_epochs
+from cdrmix.data.token_dataset import SplitDataset, domain_tokens, permute_epochs
 from cdrmix.errors import DataError
 
 Change = Literal["step", "linear", "cosine"]
@@ -300,18 +299,11 @@ class MixedDataset(SplitDataset):
         self, folder: Path, split: str, sequence_length: int, mixture: MixtureConfig
     ) -> None:
         super().__init__(folder, split, sequence_length, by_domain=True)
-        tokens = _domain_tokens(self.manifest, split)
+        tokens = domain_tokens(self.manifest, split)
         self._plan = plan_mixture(mixture, tokens, sequence_length)
-        sizes = self._plan.num_samples
-        domains = self._plan.domains
         phases = len(self._plan.phases)
-        self.mixture = f"{self._plan.digest} ({phases} phases over {', '.join(domains)})"
-        self._begins = np.cumsum([0, *(sizes[name] for name in domains)])
-        self.num_samples = int(self._begins[-1])
-        # Domain after domain, a sample is sequence_length tokens further than the one before it,
-        # except for the tail that is left out at the end of each earlier domain.
-        self._shifts = np.cumsum([0, *(tokens[name] for name in domains)])[:-1]
-        self._shifts -= self._begins[:-1] * sequence_length
+        domains = ", ".join(self._plan.domains)
+        self.mixture = f"{self._plan.digest} ({phases} phases over {domains})"
 
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
@@ -333,19 +325,6 @@ class MixedDataset(SplitDataset):
         """Samples of each domain in global samples start .. stop - 1, in the order of the names."""
         counts = self._plan.counts(stop) - self._plan.counts(start)
         return dict(zip(self._plan.domains, counts.tolist(), strict=True))
-
-    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """First token of each sample in the stream of all domains."""
-        domains = np.searchsorted(self._begins, indices, side="right") - 1
-        return indices * self.sequence_length + self._shifts[domains]
-
-
-def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
-    tokens: Counter[str] = Counter()
-    for shard in manifest.shards:
-        if shard.split == split:
-            tokens[shard.domain] += shard.tokens
-    return tokens
 
 
 def plan_mixture(config: MixtureConfig, tokens: Mapping[str, int], sequence_length: int) -> Mixture:
@@ -386,7 +365,7 @@ def check_mixture(config: Config, manifest: Manifest) -> None:
     """
     mixture = config.data.mixture or built_mixture(manifest)
     if mixture is not None:
-        tokens = _domain_tokens(manifest, "train")
+        tokens = domain_tokens(manifest, "train")
         plan_mixture(mixture, tokens, config.training.sequence_length)
 
 
@@ -404,7 +383,7 @@ def mixture_course(
         mixture cannot be drawn.
     """
     try:
-        mixture = plan_mixture(config, _domain_tokens(manifest, "train"), sequence_length)
+        mixture = plan_mixture(config, domain_tokens(manifest, "train"), sequence_length)
     except DataError as error:
         return {"sequence_length": sequence_length, "problem": str(error)}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -24,6 +25,7 @@ from cdrmix.data.remote import RemoteFile, remote_files
 from cdrmix.data.shards import (
     MANIFEST_FILE,
     Dtype,
+    Manifest,
     ShardInfo,
     file_problem,
     manifest_digest,
@@ -205,6 +207,21 @@ class TokenStream:
         return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256) if file else None
 
 
+def domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
+    """Tokens of a split by domain, sorted by its name."""
+    tokens: Counter[str] = Counter()
+    for shard in manifest.shards:
+        if shard.split == split:
+            tokens[shard.domain] += shard.tokens
+    return dict(sorted(tokens.items()))
+
+
+def fim_window(manifest: Manifest) -> int | None:
+    """Tokens of the windows by which documents for infilling were placed; None: by none."""
+    window = manifest.source.get("fim_window_tokens")
+    return window if isinstance(window, int) and window > 0 else None
+
+
 def _remedy(split: str) -> str:
     # The recipe decides how much is held out: a larger corpus is not the only way to more of it.
     share = ", or raise shards.validation_share of its recipe and build it again"
@@ -214,10 +231,11 @@ def _remedy(split: str) -> str:
 class SplitDataset:
     """A split of a built folder as samples of T + 1 tokens; a DataError if it is missing.
 
-    Its shards follow each other in manifest order, or domain by domain.
+    Its shards follow each other in manifest order and are cut as one stream, or domain by domain,
+    each cut by itself. Training documents that were placed by a window are always cut so.
     """
 
-    num_samples: int  # in the split; set by the subclass
+    num_samples: int  # in the split
     mixture: str | None = None  # digest and domains of the mixture, None without one
     replay: str | None = None  # share and digest of old data among the samples, None without them
     domains: tuple[str, ...]  # with a token in the split, sorted
@@ -240,8 +258,11 @@ class SplitDataset:
         # UTF-8 bytes of text, for bits per byte
         self.bytes_per_token = totals.text_bytes / max(1, totals.tokens)
         shards = [shard for shard in self.manifest.shards if shard.split == split]
-        if by_domain:
+        tokens = [totals.tokens]
+        if by_domain or (split == "train" and fim_window(self.manifest) is not None):
             shards.sort(key=lambda shard: shard.domain)
+            tokens = [*domain_tokens(self.manifest, split).values()]
+        self._cut(tokens)
         self.domains = tuple(sorted({shard.domain for shard in shards if shard.tokens}))
         places = {domain: place for place, domain in enumerate(self.domains)}
         # Of no use for a shard without a token, which no position is in.
@@ -276,9 +297,22 @@ class SplitDataset:
         """Samples of each domain in global samples start .. stop - 1; empty without a mixture."""
         return {}
 
+    def _cut(self, tokens: Sequence[int]) -> None:
+        """Cuts streams of so many tokens, one behind the other, into samples, each by itself.
+
+        The tail of a stream that is shorter than a sample is left out.
+        """
+        sizes = [max(0, count - 1) // self.sequence_length for count in tokens]
+        self._begins = np.cumsum([0, *sizes])
+        self.num_samples = int(self._begins[-1])
+        # Stream after stream, a sample is T tokens further than the one before it, except for the
+        # tails of earlier streams.
+        self._shifts = np.cumsum([0, *tokens])[:-1] - self._begins[:-1] * self.sequence_length
+
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """First token of each sample in the stream."""
-        return indices * self.sequence_length
+        """First token of each sample in all streams."""
+        streams = np.searchsorted(self._begins, indices, side="right") - 1
+        return indices * self.sequence_length + self._shifts[streams]
 
 
 class TokenDataset(SplitDataset):
@@ -286,13 +320,12 @@ class TokenDataset(SplitDataset):
 
     Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
     every token but the first is predicted exactly once. A tail shorter than T is left out. A split
-    too short for one sample is a DataError.
+    too short for one sample is a DataError. For documents placed by a window see `SplitDataset`.
     """
 
     def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
         super().__init__(folder, split, sequence_length)
         num_tokens = self.manifest.splits[split].tokens
-        self.num_samples = max(0, num_tokens - 1) // sequence_length
         if self.num_samples == 0:
             raise DataError(
                 f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "

@@ -27,6 +27,7 @@ from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count, trained_params
+from cdrmix.planning.muon import muon_matrices
 from cdrmix.planning.plan import Plan
 
 if TYPE_CHECKING:  # brings torch, which is not imported before a start is checked
@@ -40,6 +41,8 @@ _SECONDS_FOR_LEASE = 100.0
 _SECONDS_BETWEEN_TRIES = 0.5
 LOG = "train.log"
 METRICS = "metrics.jsonl"
+# Optimizer and group of each parameter that trains in Stage A.
+PARAMETER_GROUPS = "parameter_groups.json"
 # Written after the last stage of a run, and removed when the run is extended.
 FINISHED = "finished.json"
 # Step of the newest save, kept outside of checkpoints/, which may be a volume that is not mounted.
@@ -343,11 +346,17 @@ def write_description(
     if stage_b_steps is None:
         write_json_atomic(path / "ds_config.json", plan.deepspeed)
         counts = count(config.model, config.training.sequence_length)
-        size = {
+        size: dict[str, Any] = {
             "total_params": counts.total_params,
             "active_params": counts.active_params,
             "trained_params": trained_params(config.model),
         }
+        if config.optimizer.kind == "muon":
+            matrices, elements = muon_matrices(config)
+            size["optimizer"] = (
+                f"Muon for {matrices:,} matrices of {elements / 1e6:,.3g}M parameters, AdamW for "
+                f"the rest ({PARAMETER_GROUPS})"
+            )
         write_json_atomic(plan_path, plan.to_json() | size)
         (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end
     else:

@@ -1,9 +1,8 @@
 """Stage A, pretraining: predict the next token of the corpus.
 
-The optimizer step (forward, loss, backward; then clip, AdamW, zero gradients), and the stage around
-it: batches, metrics, held-out loss, samples of text.
+The stage around `training_step`: batches, metrics, held-out loss, samples of text.
 
-A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
+A accumulation steps, B micro batch, T time.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +29,6 @@ from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.combination import (
     Batch,
-    Combination,
-    FurtherLabels,
     own_weights,
     weight_names,
     with_further_labels,
@@ -40,220 +36,27 @@ from cdrmix.engines.combination import (
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.optimizer_check import OptimizerCheck
+from cdrmix.engines.routing import (
+    router_parts,
+    routing_metrics,
+    routing_sums,
+)
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
+from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
-from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
-from cdrmix.objectives.router import router_losses, router_monitors
 from cdrmix.optimizers.average import has_average
 from cdrmix.optimizers.muon import Muon
-from cdrmix.optimizers.schedule import group_rate, learning_rate
+from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.parallel.apply import for_inference, frozen_in, logical_name_in
-from cdrmix.parallel.exchange import mean_over_ranks
-from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
-from cdrmix.parallel.zero3 import next_token_losses
 from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
-
-
-class RouterMeasures(NamedTuple):
-    """Router statistics per token and router losses, detached and over all data ranks."""
-
-    per_token: Tensor  # [L, 2E + 3]
-    load_balance: Tensor  # scalar
-    z: Tensor  # scalar
-
-
-class MicroStep(NamedTuple):
-    """Result of the forward pass of one micro-batch."""
-
-    loss: Tensor  # to run backward from, scalar
-    # Summed cross-entropy of this rank's tokens, scalar, detached: weighted as `data.token_weights`
-    # say, or with `objectives` not at all.
-    nats: Tensor
-    parts: Tensor  # `HeadLoss.nats` and `HeadLoss.squares`, one after the other, detached
-    router: RouterMeasures | None  # None for a dense model
-
-
-def micro_step(
-    engine: Any,
-    config: Config,
-    topology: Topology,
-    input_ids: Tensor,
-    labels: Tensor,
-    *,
-    nats_scale: float,
-    segment_ids: Tensor | None = None,
-    weights: LabelWeights = ALL_ALIKE,
-    further: FurtherLabels | None = None,
-) -> MicroStep:
-    """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
-
-    `segment_ids` [B, T] is the document of each token; None: a sample is one document.
-    """
-    output: Output = engine(input_ids, segment_ids=segment_ids)
-    known = (output, engine.module.embedding, labels, config, topology)
-    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
-
-
-def loss(
-    output: Output,
-    embedding: Scorer,
-    labels: Tensor,
-    config: Config,
-    topology: Topology,
-    *,
-    nats_scale: float,
-    weights: LabelWeights = ALL_ALIKE,
-    further: FurtherLabels | None = None,
-) -> MicroStep:
-    """Loss of one micro-batch from the output of the backbone.
-
-    Args:
-        labels: [B, T]; -100 is ignored.
-        nats_scale: factor on the summed loss of the labels: W * A / valid tokens of the global
-            batch, or their weight. DeepSpeed divides by A and averages over W, which leaves the
-            mean over all tokens.
-        weights: of the labels, [B, T].
-        further: tokens beyond the next one that are predicted too; None: no others.
-        output, embedding, config, topology: of this rank.
-    """
-    losses_of = partial(next_token_losses, embedding) if further is None else further.losses
-    head = losses_of(output.hidden, labels, weights)
-    loss = head.loss * nats_scale
-    moe = config.model.moe
-    statistics, router = output.router_statistics, None
-    if moe is not None and statistics is not None:
-        # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
-        per_token = mean_over_ranks(statistics, topology) / labels.numel()
-        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-        router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
-    # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
-    # gradients, which can be finite where the loss is infinite: softmax minus target, where the
-    # target's logit is minus infinity.
-    nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
-    parts = torch.cat([head.nats, head.squares])
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, router)
-
-
-class StepResult(NamedTuple):
-    """Result of one optimizer step on this rank."""
-
-    # Summed cross-entropy of all micro-steps, scalar; zero where another rank counts these tokens.
-    nats: Tensor
-    parts: Tensor  # as of `MicroStep`, of all micro-steps; zeros likewise
-    combination: Combination
-    # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
-    router: RouterMeasures | None
-    seconds: float  # wall time, without the waits for data and for other ranks before it
-
-
-def train_step(
-    engine: Any,
-    config: Config,
-    topology: Topology,
-    batch: Batch,
-    *,
-    step: int,
-    weights: Sequence[float],
-    rate_scale: float = 1.0,
-) -> StepResult:
-    """Take one optimizer step over this rank's micro-batches.
-
-    Args:
-        engine, config, topology: of this rank; the engine is DeepSpeed's around the backbone.
-        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart,
-            `weights` of the labels if they differ, and their `kinds` under `objectives`.
-        step: steps completed before this one.
-        weights: of the global batch, all ranks, by `weight_names`.
-        rate_scale: factor of the schedule's learning rate; see `Health.rate_scale`.
-    """
-    began = time.perf_counter()
-    # A function of the step and of the run's health, and no scheduler with a state of its own.
-    for group in engine.optimizer.param_groups:
-        group["lr"] = group_rate(step, config.training, group) * rate_scale
-    here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
-    combination = Combination(config, weights, step=step)
-    micro_batches = [
-        dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
-    ]
-    parts: list[MicroStep] = []
-    scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
-    if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
-    else:
-        for inputs in micro_batches:
-            part = micro_step(
-                *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                nats_scale=scale,
-                segment_ids=inputs.get("segment_ids"),
-                weights=combination.label_weights(inputs),
-                further=combination.further_labels(inputs, engine.module),
-            )
-            engine.backward(part.loss)
-            engine.step()  # DeepSpeed clips and updates at the last micro-step alone
-            parts.append(part)
-    # Pipeline stages before the last have no parts.
-    nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
-    num_sums = 2 * combination.num_sums
-    sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
-    routers = [part.router for part in parts if part.router]
-    means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
-    return StepResult(
-        nats=nats.to(engine.device) * float(topology.counts_tokens),
-        parts=sums.to(engine.device) * float(topology.counts_tokens),
-        combination=combination,
-        router=RouterMeasures(*means) if routers else None,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _pass_through_stages(
-    engine: Any,
-    config: Config,
-    topology: Topology,
-    micro_batches: list[Batch],
-    combination: Combination,
-    nats_scale: float,
-) -> list[MicroStep]:
-    """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
-    parts: list[MicroStep] = []
-    pipeline: Pipeline = engine.module
-    coming = iter(micro_batches)
-
-    def objective(output: Output) -> Tensor:  # called for each micro-batch in order
-        inputs = next(coming)
-        part = loss(
-            *(output, pipeline.stage.embedding, inputs["labels"], config, topology),
-            nats_scale=nats_scale,
-            weights=combination.label_weights(inputs),
-            further=combination.further_labels(inputs, pipeline.stage),
-        )
-        parts.append(part)
-        return part.loss
-
-    pipeline.stage.objective = objective
-    names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
-    # DeepSpeed takes pairs: inputs of the first stage, and labels of a loss of its own.
-    engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
-    pipeline.align_embeddings()
-    return parts
-
-
-_ROUTER_METRICS = (
-    "moe/overflow_fraction",
-    "moe/routing_entropy_bits",
-    "moe/load_balance_loss",
-    "moe/z_loss",
-)
 
 
 def _warn(reader: CheckpointFile, what: str) -> None:
@@ -457,27 +260,14 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
-        moe = run.config.model.moe
         training = run.config.training
-        topology = run.topology
-        names = _ROUTER_METRICS if moe else ()
+        routing = routing_sums(run.config.model, result.routing, run.topology)
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        own = [result.nats.reshape(1), result.parts]
-        sums = torch.cat([*own, torch.zeros(len(names), device=own[0].device)]).double().cpu()
-        # One rank speaks for its pipeline stage: router statistics are means over data ranks.
-        if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
-            monitors = router_monitors(
-                result.router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
-            )
-            routing = (
-                float(monitors.overflow_fraction.mean()),
-                float(monitors.entropy_bits.mean()),
-                float(result.router.load_balance),
-                float(result.router.z),
-            )
-            sums[-len(names) :] = torch.tensor(routing, dtype=sums.dtype)
-        totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
-        nats, parts, means = totals[0], totals[1 : 1 + len(own[1])], totals[1 + len(own[1]) :]
+        own = [result.nats.reshape(1).double().cpu(), result.parts.double().cpu(), routing]
+        totals = runtime.all_reduce_sum(torch.cat(own).to(runtime.device())).tolist()
+        nats = totals[0]
+        end = 1 + len(own[1])
+        parts = totals[1:end]
         half = len(parts) // 2
         metrics = {
             "loss": nats / result.combination.tokens,
@@ -486,7 +276,7 @@ class Pretraining(Stage[Batch, StepResult]):
             "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
-            **dict(zip(names, means, strict=True)),
+            **routing_metrics(run.config.model, training.sequence_length, totals[end:]),
             **self._samples_by_domain(run),
         }
         optimizer = run.engine.optimizer.optimizer
@@ -512,10 +302,14 @@ class Pretraining(Stage[Batch, StepResult]):
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
         verdicts = [run.health.loss_known(run.step, metrics["loss"])]
-        if run.config.model.moe:
-            overflow, entropy_bits = (metrics[name] for name in _ROUTER_METRICS[:2])
+        if router_parts(run.config.model):
             verdicts.append(
-                run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+                run.health.routing_known(
+                    run.step,
+                    entropy_bits=metrics.get("moe/routing_entropy_bits"),
+                    overflow=metrics.get("moe/overflow_fraction", 0.0),
+                    mixer_entropy_bits=metrics.get("routing_mamba/routing_entropy_bits"),
+                )
             )
         return verdicts
 

@@ -13,7 +13,7 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.engine_state import Partition
 from cdrmix.config.schema import Config
 from cdrmix.engines.run import JsonObject
-from cdrmix.engines.run_directory import RunDirectory
+from cdrmix.engines.run_directory import PARAMETER_GROUPS, RunDirectory
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
 from cdrmix.optimizers.adamw import adamw
@@ -25,9 +25,6 @@ from cdrmix.planning.muon import matrices_of
 from cdrmix.planning.parameter import Parameter
 
 logger = get_logger(__name__)
-
-# File in a run directory: the optimizer and group of each parameter that trains.
-PARAMETER_GROUPS = "parameter_groups.json"
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -260,8 +260,12 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _initials(kinds: Sequence[str]) -> str:
-    """Kinds of the blocks in short: rrrt for three of RWKV and a Transformer block."""
-    return "".join(kind[:1] for kind in kinds)
+    """Kinds of the blocks in short: rrrt for three of RWKV and a Transformer block.
+
+    A kind of several words has an initial of each, in capitals.
+    """
+    initials = ("".join(word[0] for word in kind.split("_")) for kind in kinds)
+    return "".join(each.upper() if len(each) > 1 else each for each in initials)
 
 
 def _used(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards
-from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset, fim_window
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.errors import DataError
@@ -79,6 +79,7 @@ def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
             check_tokenizer(manifest, Path(model.path))
         if runtime.rank() == 0:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
+            _warn_of_window(fim_window(manifest), sequence_length, str(path))
         # Every rank verifies a part: digests of a large data set take one rank too long.
         verify_shards(
             path, manifest, part=runtime.rank(), parts=runtime.world_size(), mode=config.data.verify
@@ -121,6 +122,18 @@ def check_same(things: str, name: str, digest: str) -> None:
         f"ranks have different {things}:\n{''.join(lines)}Every host must have the same. Try a "
         "folder that all hosts share, or copy it again to the hosts where it differs"
     )
+
+
+@cache  # once a run, as below
+def _warn_of_window(window: int | None, sequence_length: int, folder: str) -> None:
+    """Warn of samples that cut documents for infilling, which were placed by other windows."""
+    if window is not None and sequence_length % window:
+        logger.warning(
+            "warning: %s was built with fim.window_tokens = %d, and training.sequence_length = %d "
+            "is no multiple of it: samples cut some of its documents for infilling before their "
+            "middle. Build it with fim.window_tokens = %d",
+            *(folder, window, sequence_length, sequence_length),
+        )
 
 
 @cache  # once a run: Stage B opens the data set again

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +21,19 @@ from cdrmix.data.document import KINDS
 from cdrmix.data.loader import label_kinds, split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
-from cdrmix.models.moe import num_statistics
+from cdrmix.models.moe import rows_of
+from cdrmix.objectives.depth import depth_monitors
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
-from cdrmix.objectives.router import router_monitors
+from cdrmix.objectives.router import router_monitors, tokens_routed
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_losses, next_token_nats
+from cdrmix.planning.blocks.routers import (
+    RouterPart,
+    num_statistics,
+    router_places,
+    routers_in,
+)
+from cdrmix.planning.depth import DEPTH_STATISTICS
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
@@ -36,12 +45,12 @@ _NUM_WHOLE_SUMS = 3
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Routing of one MoE layer over the held-out tokens.
+    """Routing of one MoE layer, or Routing Mamba mixer, over the held-out tokens.
 
     Attributes:
-        layer: index among the MoE layers.
+        layer: its number in the model, from 0; of a Hugging Face model, among its MoE layers.
         utilisation: share of assignments per expert, summing to 1.
-        overflow_fraction: share of assignments beyond the capacity factor.
+        overflow_fraction: share of assignments beyond the capacity factor; 0 of a mixer.
         routing_entropy_bits: entropy of the utilisation.
     """
 
@@ -49,6 +58,21 @@ class LayerRouting:
     utilisation: list[float]
     overflow_fraction: float
     routing_entropy_bits: float
+
+
+@dataclass(frozen=True)
+class BlockDepth:
+    """Tokens that a routed block of Mixture of Depths took of the held-out ones.
+
+    Attributes:
+        layer: of the model, from 0 at the input.
+        fraction: share of the tokens.
+        position_correlation: of being taken with the place in the row.
+    """
+
+    layer: int
+    fraction: float
+    position_correlation: float
 
 
 @dataclass(frozen=True)
@@ -79,8 +103,10 @@ class Evaluation:
         bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
         tokens: predicted tokens.
         layers: routing per MoE layer; empty for a dense model.
+        depth: of each routed block; empty without Mixture of Depths.
         domains: loss of each domain of which a token was predicted, sorted by name; empty for a
             data set of one domain. Their mean by tokens is `loss`.
+        mixers: routing per Routing Mamba mixer; empty without any.
         objectives: loss of each objective of which a token was predicted; empty if they were not
             asked for, or all is text.
     """
@@ -92,12 +118,14 @@ class Evaluation:
     layers: list[LayerRouting]
     domains: list[DomainLoss] = field(default_factory=list)
     objectives: list[ObjectiveLoss] = field(default_factory=list)
+    depth: list[BlockDepth] = field(default_factory=list)
+    mixers: list[LayerRouting] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as in metrics.json; `domains` and `objectives` only where there are
-        several."""
+        several, `depth` with Mixture of Depths, `mixers` where some have experts."""
         fields = asdict(self)
-        for name in ("domains", "objectives"):
+        for name in ("domains", "objectives", "depth", "mixers"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -121,13 +149,20 @@ class Evaluation:
             lines += ["", f"{'objective':10}  {'loss':>8}  {'tokens':>14}"]
         for part in self.objectives:
             lines.append(f"{part.objective:10}  {part.loss:8.4f}  {part.tokens:14,}")
-        if self.layers:
-            lines += ["", "layer  entropy bits  overflow  use of each expert"]
-        for routing in self.layers:
-            shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
+        for kind, routed in (("layer", self.layers), ("mixer", self.mixers)):
+            if routed:
+                lines += ["", f"{kind}  entropy bits  overflow  use of each expert"]
+            for routing in routed:
+                shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
+                lines.append(
+                    f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
+                    f"  {routing.overflow_fraction:8.2%}  {shares}"
+                )
+        if self.depth:
+            lines += ["", "block  tokens taken  correlation with place"]
+        for block in self.depth:
             lines.append(
-                f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
-                f"  {routing.overflow_fraction:8.2%}  {shares}"
+                f"{block.layer:5}  {block.fraction:12.1%}  {block.position_correlation:22.3f}"
             )
         return "\n".join(lines)
 
@@ -180,9 +215,10 @@ def evaluate(
     num_sums = _NUM_WHOLE_SUMS + 2 * sum(groups)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
-    if (moe := model.config.moe) is not None:
-        routing = totals.new_zeros(model.num_moe_layers * num_statistics(moe))
-        totals = torch.cat([totals, routing])
+    routing = totals.new_zeros(model.num_routers * num_statistics(model.config))
+    num_routed = len(model.config.routed_layers())
+    depth = totals.new_zeros(num_routed * len(DEPTH_STATISTICS))
+    totals = torch.cat([totals, routing, depth])
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
@@ -267,6 +303,8 @@ def _batch_sums(
         sums = [whole.reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
+    if output.depth_statistics is not None:
+        sums.append(output.depth_statistics.reshape(-1))
     return torch.cat([values.double() for values in sums])
 
 
@@ -283,13 +321,19 @@ def _summarise(
         if count:
             each = of_domain / count
             domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+    depth = []
+    if routed := config.routed_layers():
+        parts, statistics = parts.tensor_split([len(parts) - len(routed) * len(DEPTH_STATISTICS)])
+        found = depth_monitors(statistics.view(len(routed), -1))
+        shares, correlations = found.fraction.tolist(), found.position_correlation.tolist()
+        depth = [BlockDepth(*each) for each in zip(routed, shares, correlations, strict=True)]
     layers = []
-    if (moe := config.moe) is not None:
-        per_token = (parts / totals[2]).view(-1, num_statistics(moe)).cpu()
-        monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        layers = [LayerRouting(number, *values) for number, values in enumerate(rows)]
+    mixers = []
+    sums = parts.view(-1, num_statistics(config))
+    if len(sums) and routers_in(config, "ffn") is not None:
+        layers = _layer_routing(sums, config, "ffn", num_tokens=totals[2])
+    if routers_in(config, "mixer") is not None:
+        mixers = _layer_routing(sums, config, "mixer", num_tokens=totals[2])
     return Evaluation(
         loss=loss,
         perplexity=_perplexity(loss),
@@ -298,6 +342,8 @@ def _summarise(
         layers=layers,
         domains=domains,
         objectives=_objectives(known[groups.domains :]),
+        depth=depth,
+        mixers=mixers,
     )
 
 
@@ -313,6 +359,26 @@ def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
         for kind, (nats, count) in of_kinds.items()
         if count
     ]
+
+
+def _layer_routing(
+    sums: Tensor, config: ModelConfig, part: RouterPart, *, num_tokens: Tensor
+) -> list[LayerRouting]:
+    """Routing of each layer that has a router in one half of its block."""
+    sizes = routers_in(config, part)
+    assert sizes is not None, "the model has such routers"
+    rows = rows_of(sums, config, part)
+    read = num_tokens
+    if config.mod is not None:  # over the tokens that reach the router of a layer
+        read = tokens_routed(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    per_token = (rows / read).cpu()
+    monitors = router_monitors(per_token, num_experts=sizes.num_experts, top_k=sizes.top_k)
+    columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
+    layers: Sequence[int] = range(len(values))  # of a Hugging Face model they are numbered
+    if config.kind == "rwkx":
+        layers = [place.layer for place in router_places(config) if place.part == part]
+    return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]
 
 
 def _perplexity(loss: float) -> float:

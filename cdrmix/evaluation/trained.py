@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint import plain_module
 from cdrmix.checkpoint.base_model import base_of_adapters
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, Weights
 from cdrmix.checkpoint.fragments import is_stage_b
@@ -30,6 +30,12 @@ from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError, StateError
+from cdrmix.evaluation.infilling import (
+    NUM_EXAMPLES,
+    Infilling,
+    evaluate_infilling,
+    held_out_documents,
+)
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
@@ -84,11 +90,11 @@ def load_trained(
         if config.model.lora is not None:
             code = config.model.remote_code
             with base_of_adapters(reader.state, newest.path, code, given=base) as frozen:
-                engine_state.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
+                plain_module.fill_module(model, frozen, name, fresh=frozenset(reader.names()))
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         elsewhere = frozen_in(config.model)
-        engine_state.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
+        plain_module.load_module(model, reader, name, others=stage_b, elsewhere=elsewhere)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
@@ -194,8 +200,48 @@ def evaluate_run(
     run = load_trained(source, base=base, weights=weights)
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
-    length = run.config.training.sequence_length
+    folder = _held_out_folder(run, data)
+    logger.info("%s: step %d on %s", source, run.step, folder)
+    return evaluate(
+        run.model,
+        TokenDataset(folder, "validation", run.config.training.sequence_length),
+        max_tokens=max_tokens,
+        batch_size=8,
+        segment_documents=run.config.data.segment_documents,
+        fim_ids=fim_ids(run.tokenizer) if run.config.objectives is not None else None,
+    )
+
+
+def evaluate_run_infilling(
+    source: Path,
+    *,
+    data: str | None = None,
+    num_examples: int = NUM_EXAMPLES,
+    base: Path | None = None,
+    weights: Weights = "trained",
+) -> list[Infilling]:
+    """Measures how a trained model infills lines of held-out documents.
+
+    Args:
+        num_examples: most lines (count).
+        data, base, weights: as in `evaluate_run`, and so are the errors.
+    """
+    run = load_trained(source, base=base, weights=weights)
+    folder = _held_out_folder(run, data)
+    logger.info("%s: step %d on %s", source, run.step, folder)
+    return evaluate_infilling(
+        run.model,
+        run.tokenizer,
+        held_out_documents(folder),
+        num_examples=num_examples,
+        window=run.config.training.sequence_length,
+    )
+
+
+def _held_out_folder(run: TrainedModel, data: str | None) -> Path:
+    """Folder whose validation split is read, verified; errors as `evaluate_run`."""
     if data is not None and "://" in data:  # of the caller: no other URL is opened
+        length = run.config.training.sequence_length
         folder = local_folder(DataConfig(path=data, order="sequential"), length)
     else:
         given = local_data(run.config, run.checkpoint) if data is None else Path(data)
@@ -228,12 +274,4 @@ def evaluate_run(
     # Only the shards to be read: the training split may be a thousand times as large.
     held_out = tuple(shard for shard in manifest.shards if shard.split == "validation")
     verify_shards(folder, manifest.model_copy(update={"shards": held_out}))
-    logger.info("%s: step %d on %s", source, run.step, folder)
-    return evaluate(
-        run.model,
-        TokenDataset(folder, "validation", length),
-        max_tokens=max_tokens,
-        batch_size=8,
-        segment_documents=run.config.data.segment_documents,
-        fim_ids=fim_ids(run.tokenizer) if run.config.objectives is not None else None,
-    )
+    return folder

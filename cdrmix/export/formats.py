@@ -10,6 +10,7 @@ import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import FileRecord
 from cdrmix.config.model import ModelConfig
+from cdrmix.errors import StateError
 from cdrmix.export import fla
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.gguf_file import (
@@ -20,7 +21,13 @@ from cdrmix.export.gguf_file import (
     gguf_targets,
     write_gguf,
 )
-from cdrmix.export.hugging_face import PREFIX, plain_files, small_files, tokenizer_text
+from cdrmix.export.hugging_face import (
+    PREFIX,
+    check_translatable,
+    plain_files,
+    small_files,
+    tokenizer_text,
+)
 from cdrmix.export.weights import Target, plain_target, write_weights
 from cdrmix.export.widened import check_rwkv_alone, widened_targets
 
@@ -30,7 +37,15 @@ FORMATS = ("hf", "fla", "gguf", "peft")
 
 def check_format(format: str, model: ModelConfig) -> None:
     """Raises StateError unless the format can hold the model and be written here."""
-    if format != "hf":
+    if model.mod is not None:
+        raise StateError(
+            f"format {format} cannot hold a model with model.mod: programs that read it run every "
+            "block on every token, and keep keys and values of all of them. Use `cdrmix generate` "
+            "and `cdrmix evaluate`, which read the checkpoint"
+        )
+    if format == "hf":
+        check_translatable(model)
+    else:
         check_rwkv_alone(model, format)
     if format == "gguf":
         check_gguf()

@@ -17,7 +17,8 @@ from cdrmix.data.foreign_tokenizer import whole_and_certain
 from cdrmix.data.shards import read_regular
 from cdrmix.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, load_tokenizer
 from cdrmix.data.tokenizer_base import MAX_TOKENIZER_BYTES, TOKENIZER_FILE, Tokenizer
-from cdrmix.export.configuration_cdrmix import CDRMixConfig
+from cdrmix.errors import StateError
+from cdrmix.export.configuration_cdrmix import LAYER_KINDS, CDRMixConfig
 from cdrmix.export.modeling_cdrmix import CDRMixForCausalLM
 from cdrmix.models.block import NORM_EPS
 
@@ -28,6 +29,22 @@ _AUTO_MAP = {
     "AutoModel": "modeling_cdrmix.CDRMixModel",
     "AutoModelForCausalLM": "modeling_cdrmix.CDRMixForCausalLM",
 }
+
+
+def check_translatable(model: ModelConfig) -> None:
+    """Raises StateError if `modeling_cdrmix.py` does not know a part of the model."""
+    unknown = sorted(set(model.layer_kinds()) - set(LAYER_KINDS))
+    reasons = [f"it has no blocks of the type {', '.join(unknown)}"] if unknown else []
+    if model.ffn_activation != "squared_relu":
+        reasons.append(f"its feed-forwards know no model.ffn_activation = {model.ffn_activation}")
+    if model.moe is not None and model.has_dense_layers:
+        reasons.append("all its feed-forwards are of experts or none is (model.moe.layers)")
+    if reasons:
+        raise StateError(
+            "--format hf writes its own code of the model, modeling_cdrmix.py, and "
+            f"{'; '.join(reasons)}. Models of these parts are evaluated and continued from their "
+            "checkpoints: cdrmix evaluate, cdrmix generate, training.start_from"
+        )
 
 
 def model_config(config: Config, tokenizer: Tokenizer, dtype: torch.dtype) -> CDRMixConfig:

@@ -34,9 +34,13 @@ def check_rwkv_alone(model: ModelConfig, name: str) -> None:
     """Raises StateError unless the format `name` can hold the model."""
     kinds = model.layer_kinds()
     reasons = []
-    if others := len(kinds) - kinds.count("rwkv"):
+    if others := kinds.count("transformer"):
         share = f"{others} of {len(kinds)} (model.transformer_fraction)"
         reasons.append(f"Transformer blocks are {share}")
+    if unknown := sorted(set(kinds) - {"rwkv", "transformer"}):
+        reasons.append(f"there are blocks of the type {', '.join(unknown)} (model.mixers)")
+    if model.ffn_activation != "squared_relu":
+        reasons.append(f"model.ffn_activation is {model.ffn_activation}")
     if model.moe is not None:
         reasons.append(f"each feed-forward has {model.moe.num_experts} experts (model.moe)")
     if name == "fla" and len(kinds) == 1:

@@ -131,7 +131,7 @@ def _gradients_are_finite(model: HuggingFaceModel) -> str | None:
 
 
 def _routers_are_known(model: HuggingFaceModel) -> str | None:
-    if model.config.moe is None or model.num_moe_layers:
+    if model.config.moe is None or model.num_routers:
         return None
     return "transformers does not tell the scores of its routers, which cannot be watched"
 

@@ -30,7 +30,7 @@ from cdrmix.config.lora_targets import (
     dropout_refused,
     rank_of,
 )
-from cdrmix.config.model import LoraConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.errors import ConfigError
 from cdrmix.log import get_logger
 from cdrmix.models.initialize import uniform_

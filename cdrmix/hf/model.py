@@ -98,7 +98,7 @@ class HuggingFaceModel(nn.Module):
         return str(self.causal.config.model_type)
 
     @property
-    def num_moe_layers(self) -> int:
+    def num_routers(self) -> int:
         """Layers with a router."""
         return len(self.routing.routers)
 

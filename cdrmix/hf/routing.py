@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.model import MoEConfig
+from cdrmix.config.model_parts import MoEConfig
 from cdrmix.models.moe import expert_capacity
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,19 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import normal_
-from cdrmix.models.mixer import Mixer
+from cdrmix.models.mixer import Gathered, Mixer
 
 
 @dataclass
 class AttentionState:
-    """Keys (rotated) and values of all earlier tokens, each [B, G, T_past, K]."""
+    """Keys (rotated) and values of all earlier tokens, each [B, G, T_past, K].
+
+    Where each row has a number of its own, those are the first `lengths`, [B], of a row.
+    """
 
     keys: Tensor
     values: Tensor
+    lengths: Tensor | None = None
 
 
 # the arguments and results of `attend`
@@ -33,11 +37,18 @@ Attend = Callable[..., tuple[Tensor, AttentionState]]
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [T, head_dim], of the rotary angles at global positions [T]."""
+    """Cosine and sine, [..., T, head_dim], of the rotary angles at global positions [..., T]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = theta ** (-exponents / head_dim)  # [K/2]
-    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)  # [T, K]
+    angles = positions.float().unsqueeze(-1) * frequencies  # [..., T, K/2]
+    angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns heads, [B, H, T, K], by angles that broadcast to them."""
+    first, second = x.chunk(2, dim=-1)  # pairs are (i, i + K/2)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def attend(
@@ -65,11 +76,7 @@ def attend(
     past = state.keys.shape[2] if state else 0
     positions = torch.arange(past, past + query.shape[1], device=query.device)
     cos, sin = rotary_angles(positions, query.shape[-1], theta, query.dtype)
-    rotated = []
-    for x in (query.transpose(1, 2), keys.transpose(1, 2)):
-        first, second = x.chunk(2, dim=-1)  # pairs are (i, i + K/2)
-        rotated.append(x * cos + torch.cat([-second, first], dim=-1) * sin)
-    query, keys = rotated
+    query, keys = (_rotated(x.transpose(1, 2), cos, sin) for x in (query, keys))
     values = values.transpose(1, 2)
     if state is not None:
         keys = torch.cat([state.keys, keys], dim=2)
@@ -90,6 +97,64 @@ def attend(
         enable_gqa=keys.shape[1] != query.shape[1],
     )  # [B, H, T, K]
     return mixed.transpose(1, 2), AttentionState(keys, values)
+
+
+def attend_some(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    state: AttentionState | None,
+    segment_ids: Tensor | None,
+    theta: float,
+    positions: Tensor,
+) -> tuple[Tensor, AttentionState]:
+    """Attends as `attend` among tokens that are some of their rows, in order.
+
+    `positions` are those in the whole row, [B, T]. Rows of a state may be of different lengths.
+    """
+    assert state is None or segment_ids is None, "a state is of one document"
+    angles = rotary_angles(positions, query.shape[-1], theta, query.dtype)
+    cos, sin = (x.unsqueeze(1) for x in angles)  # for all heads of a row
+    query, keys = (_rotated(x.transpose(1, 2), cos, sin) for x in (query, keys))
+    after, places = _appended(state, keys, values.transpose(1, 2))
+    mask = None
+    if segment_ids is not None:
+        mask = (segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)).tril()  # [B, T, T]
+    elif state is not None:
+        mask = torch.arange(after.keys.shape[2], device=places.device) <= places.unsqueeze(-1)
+    mixed = F.scaled_dot_product_attention(
+        query,
+        after.keys,
+        after.values,
+        attn_mask=None if mask is None else mask.unsqueeze(1),
+        is_causal=mask is None,
+        enable_gqa=keys.shape[1] != query.shape[1],
+    )  # [B, H, T, K]
+    return mixed.transpose(1, 2), after
+
+
+def _appended(
+    state: AttentionState | None, keys: Tensor, values: Tensor
+) -> tuple[AttentionState, Tensor]:
+    """Puts keys and values, [B, G, T, K], behind those that their row has.
+
+    Gives the state after them, and their places in it, [B, T].
+    """
+    rows, _, length, _ = keys.shape
+    within = torch.arange(length, device=keys.device).expand(rows, -1)
+    if state is None:
+        return AttentionState(keys, values, torch.full_like(within[:, 0], length)), within
+    assert state.lengths is not None, "`attend` made this state"
+    places = state.lengths.unsqueeze(1) + within  # [B, T]
+    # as long as the fullest row: what lies behind a row's length is overwritten before it is read
+    missing = max(0, int(state.lengths.max()) + length - state.keys.shape[2])
+    row = torch.arange(rows, device=places.device).unsqueeze(1)
+    joined = []
+    for past, new in ((state.keys, keys), (state.values, values)):
+        longer = F.pad(past, (0, 0, 0, missing)).transpose(1, 2)
+        joined.append(longer.index_put((row, places), new.transpose(1, 2)).transpose(1, 2))
+    after = AttentionState(joined[0], joined[1], state.lengths + length)
+    return after, places
 
 
 class Attention(Mixer):
@@ -113,16 +178,38 @@ class Attention(Mixer):
         """Makes the attention of a layer, the same in all."""
         return cls(config)
 
+    def mix(
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: Any,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
+    ) -> tuple[Tensor, Tensor | None, AttentionState, None]:
+        """Mixes as `forward`."""
+        positions = None if gathered is None else gathered.positions
+        out, after = self(x, state, segment_ids, positions)
+        return out, v_first, after, None
+
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, segment_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """Attends from normalised input x, [B, T, D], as `attend`: output [B, T, D], and state."""
+        """Attends from normalised input x, [B, T, D], as `attend`, or with positions, [B, T], as
+        `attend_some`: output [B, T, D], and state."""
         # -1: a tensor rank has a part of the heads
         query, keys, values = (
             linear(x).unflatten(-1, (-1, self.head_dim))
             for linear in (self.query, self.key, self.value)
         )
-        mixed, state = self.attend(query, keys, values, state, segment_ids, self.rope_theta)
+        context = (state, segment_ids, self.rope_theta)
+        if positions is None:
+            mixed, state = self.attend(query, keys, values, *context)
+        else:
+            mixed, state = attend_some(query, keys, values, *context, positions)
         return self.output(mixed.flatten(2)), state
 
     @torch.no_grad()

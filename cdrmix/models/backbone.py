@@ -1,6 +1,6 @@
 """The RWKX-V backbone: layer schedule, blocks, embedding and tied head."""
 
-# B batch, T time, D hidden, V vocabulary, L layers, S router statistics per layer
+# B batch, T time, D hidden, V vocabulary, R routers, S statistics in a row
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.initialize import normal_
+from cdrmix.models.mixture_of_depths import make_block
 from cdrmix.models.mtp import FurtherTokens
 from cdrmix.models.recompute import Context, run_blocks
+from cdrmix.planning.blocks.routers import router_places
 
 
 class Output(NamedTuple):
     """Output of a forward pass."""
 
     hidden: Tensor  # normalised output of the last block, [B, T, D]; `Backbone.logits` maps it
-    router_statistics: Tensor | None  # [L, S] as in `MoEFeedForward.forward`; None: dense model
+    router_statistics: Tensor | None  # [R, S] as in `planning.blocks.routers`; None: no routers
     # for going on after token T; None unless asked for
     state: Any  # of each block, `list[BlockState]`; the cache of a Hugging Face model
+    # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`; None without any
+    depth_statistics: Tensor | None = None
 
 
 class Scorer(Protocol):
@@ -45,7 +49,7 @@ class LanguageModel(Protocol):
     @property
     def embedding(self) -> Scorer: ...
     @property
-    def num_moe_layers(self) -> int: ...
+    def num_routers(self) -> int: ...
     @property
     def training(self) -> bool: ...
     def train(self, mode: bool = True) -> object: ...
@@ -83,7 +87,7 @@ class Backbone(nn.Module):
         *,
         activation_checkpointing: bool = False,
         sequence_checkpoint_tokens: int | None = None,
-        block: Callable[[ModelConfig, int], Block] = Block,
+        block: Callable[[ModelConfig, int], Block] = make_block,
     ) -> None:
         super().__init__()
         self.config = config
@@ -114,7 +118,7 @@ class Backbone(nn.Module):
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
             **context,
         )
-        return Output(self.final_norm(x), statistics, after)
+        return Output(self.final_norm(x), statistics.experts, after, statistics.depth)
 
     @property
     def device(self) -> torch.device:
@@ -122,9 +126,9 @@ class Backbone(nn.Module):
         return self.embedding.weight.device
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with a router."""
-        return len(self.config.moe_layers())
+    def num_routers(self) -> int:
+        """Routers of mixers and of feed-forwards."""
+        return len(router_places(self.config))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""

@@ -5,20 +5,22 @@ pipeline stage and be recomputed alone. No process group is seen here but the ex
 DeepSpeed hands to its MoE layers.
 """
 
-# B batch, T time, D hidden, S router statistics
+# B batch, T time, D hidden, E experts, R routers, S statistics in a row
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.feed_forward import FeedForward
-from cdrmix.models.mixer import Mixer
-from cdrmix.models.moe import MoEFeedForward
+from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.moe import MoEFeedForward, widened
 from cdrmix.models.rwkv7 import ChannelShift
 from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.routers import num_statistics, router_places
 
 NORM_EPS = 1e-6
 
@@ -43,6 +45,7 @@ class Block(nn.Module):
         kind = block_type(config.layer_kinds()[layer])
         self.config = config
         self.layer = layer
+        self.num_statistics = num_statistics(config)  # of a row, S
         self.mixer_norm = rms_norm(config)
         self.mixer: Mixer = kind.module_class().of_layer(config, layer)
         self.ffn_norm = rms_norm(config)
@@ -59,15 +62,35 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None = None,
         segment_ids: Tensor | None = None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState]:
         """Runs the block on the residual stream, [B, T, D]; arguments as of `TimeMix.forward`.
 
-        Gives residual stream, v_first, router statistics [S] or None, state after token T.
+        `gathered` is None where x is of whole rows. Gives residual stream, v_first, router
+        statistics as `rows` or None, state after token T.
         """
-        x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids)
+        x, v_first, mixer_state, of_mixer = self.mix(x, v_first, state, segment_ids, gathered)
         last = state.channel_last if state else None
-        x, statistics, channel_last = self.feed(x, last, segment_ids)
-        return x, v_first, statistics, BlockState(mixer_state, channel_last)
+        x, of_ffn, channel_last = self.feed(x, last, segment_ids, gathered)
+        after = BlockState(mixer_state, channel_last)
+        return x, v_first, self.rows(of_mixer, of_ffn), after
+
+    def rows(self, of_mixer: Tensor | None, of_ffn: Tensor | None) -> Tensor | None:
+        """Stacks statistics of the block's routers, [2E + 3] each, to rows [R, S]; None: no router.
+
+        They are in the order of `planning.blocks.routers`.
+        """
+        found = [each for each in (of_mixer, of_ffn) if each is not None]
+        if not found:
+            return None
+        return torch.stack([widened(each, self.num_statistics) for each in found])
+
+    def no_rows(self, like: Tensor) -> Tensor | None:
+        """Returns the rows of `rows` where no token has been here, on the device of `like`."""
+        number = len(router_places(self.config, [self.layer]))
+        if number == 0:
+            return None
+        return like.new_zeros(number, self.num_statistics, dtype=torch.float32)
 
     def mix(
         self,
@@ -75,20 +98,31 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None,
         segment_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Runs the first half; gives residual stream, v_first, the mixer's state after token T."""
+        gathered: Gathered | None = None,
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor | None]:
+        """Runs the first half.
+
+        Gives residual stream, v_first, the mixer's state after token T, router statistics [2E + 3]
+        or None.
+        """
         normed = self.mixer_norm(x)
         past = state.mixer if state else None
-        mixed, v_first, after = self.mixer.mix(normed, v_first, past, segment_ids)
-        return x + mixed, v_first, after
+        mixed, v_first, after, statistics = self.mixer.mix(
+            normed, v_first, past, segment_ids, gathered
+        )
+        return x + mixed, v_first, after, statistics
 
     def feed(
-        self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        last: Tensor | None,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Runs the second half: feed-forward, behind its shift if the block type has one.
 
         `last` is the normalised token before the first, [B, D], None at the start of a sequence.
-        Gives residual stream, router statistics [S] or None, last normalised token if shifted.
+        Gives residual stream, router statistics [2E + 3] or None, last normalised token if shifted.
         """
         normed = self.ffn_norm(x)
         channel_last = None
@@ -96,7 +130,12 @@ class Block(nn.Module):
             channel_last = normed[:, -1]
             normed = self.ffn_shift(normed, last, segment_ids)
         if isinstance(self.ffn, MoEFeedForward):
-            out, statistics = self.ffn(normed)
+            if gathered is None or gathered.is_token is None:
+                out, statistics = self.ffn(normed)
+            else:  # what fills up rows meets no expert, and is counted nowhere
+                here = (gathered.is_token,)
+                rows, statistics = self.ffn(normed[here].unsqueeze(0))
+                out = torch.zeros_like(x).index_put(here, rows[0])
             return x + out, statistics, channel_last
         return x + self.ffn(normed), None, channel_last
 

@@ -1,4 +1,4 @@
-"""Squared ReLU and the dense feed-forward that a model without experts uses.
+"""Activations, and the dense feed-forward of layers without experts.
 
 B batch, T time, D hidden, F inner width.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import normal_
@@ -27,24 +28,51 @@ class _SquaredReLU(torch.autograd.Function):
         return grad.mul(positive).mul_(2)
 
 
-# the activation of dense feed-forwards and experts
 squared_relu: Callable[[Tensor], Tensor] = _SquaredReLU.apply
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, keeping both inputs only; autograd would keep silu(gate) as well."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        share = torch.sigmoid(gate)
+        silu = gate * share
+        # silu' = share + silu (1 - share)
+        return grad * up * torch.addcmul(share, silu, 1 - share), grad * silu
+
+
+swiglu: Callable[[Tensor, Tensor], Tensor] = _SwiGLU.apply
+
+
 class FeedForward(nn.Module):
-    """Dense feed-forward of two matrices with squared ReLU; channel mixing after its shift."""
+    """Dense feed-forward; with squared ReLU and behind its shift, channel mixing."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        hidden, inner = config.hidden_size, config.ffn_hidden_size
+        self.gate: nn.Linear | None = None
+        if config.ffn_activation == "swiglu":
+            self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes [B, T, D] -> [B, T, D]."""
-        return self.down(squared_relu(self.up(x)))
+        if self.gate is None:
+            return self.down(squared_relu(self.up(x)))
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:
-        """Sets a normal up projection and a zero down projection."""
+        """Sets normal projections up, and a zero down projection."""
+        if self.gate is not None:
+            normal_(self.gate.weight, std, seed=seed, name=f"{name}.gate")
         normal_(self.up.weight, std, seed=seed, name=f"{name}.up")
         self.down.weight.zero_()

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
 
 
+class Gathered(NamedTuple):
+    """Tokens of a row that a block runs on where they are some of it, in order."""
+
+    positions: Tensor  # in the whole row, [B, T]
+    # False for what fills rows of fewer tokens, at their ends, [B, T]; None: all are tokens
+    is_token: Tensor | None
+
+
 class Mixer(nn.Module):
     """Mixer of one layer.
 
     Its own `forward` takes normalised input [B, T, D], a state or None, and segment ids [B, T] or
-    None; it returns the output [B, T, D] and the state after token T. One that hands on v_first
-    overrides `mix` instead of this order of arguments.
+    None; it returns the output [B, T, D] and the state after token T. One that hands on v_first,
+    or has a router, overrides `mix`.
 
     Where a sequence is spread over ranks, what meets other tokens is replaced: `across_tokens`
     names such attributes, each with the operation that it holds (parallel/sequence.py knows them).
@@ -41,11 +49,21 @@ class Mixer(nn.Module):
         """Makes the mixer of a layer, from 0 at the input, without initial values."""
 
     def mix(
-        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Mixes normalised input; returns the output, v_first, and the state after token T."""
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: Any,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor | None]:
+        """Mixes normalised input.
+
+        `gathered` is None where x is of whole rows: a type that looks at positions, or counts its
+        tokens, reads there what they are. Returns the output, v_first, the state after token T, and
+        statistics of the mixer's router as `MoEFeedForward.forward` gives them, [2E + 3], or None.
+        """
         out, after = self(x, state, segment_ids)
-        return out, v_first, after
+        return out, v_first, after, None
 
     @abstractmethod
     def initialize(self, *, seed: int, name: str, std: float) -> None:

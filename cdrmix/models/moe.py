@@ -24,9 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.config.model import ModelConfig, MoEConfig
-from cdrmix.models.feed_forward import squared_relu
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
+from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
+from cdrmix.planning.blocks.routers import (
+    NUM_TOTALS,
+    RouterPart,
+    most_experts,
+    router_places,
+    routers_in,
+)
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -41,30 +49,61 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
     return math.ceil(exact)
 
 
-def num_statistics(config: MoEConfig) -> int:
-    """Number of router statistics of a layer, which `MoEFeedForward.forward` lists."""
-    return 2 * config.num_experts + 3
+def widened(statistics: Tensor, size: int) -> Tensor:
+    """Fills router statistics [2E + 3] up to a row of `size`: zeros for further experts."""
+    further = (size - len(statistics)) // 2
+    if further == 0:
+        return statistics
+    experts = (len(statistics) - NUM_TOTALS) // 2
+    parts = statistics.split([experts, experts, NUM_TOTALS])
+    return torch.cat([*(F.pad(part, (0, further)) for part in parts[:2]), parts[2]])
+
+
+def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
+    """Takes the statistics of one half of the blocks, [L, 2E + 3], out of the rows of a model."""
+    sizes = routers_in(model, part)
+    assert sizes is not None, "the model has such routers"
+    if model.kind == "hf":  # all of its routers are of feed-forwards
+        return statistics
+    places = router_places(model)
+    rows = [row for row, place in enumerate(places) if place.part == part]
+    if len(rows) < len(places):
+        statistics = statistics[rows]
+    unused = most_experts(model) - sizes.num_experts
+    if unused == 0:
+        return statistics
+    widths = [sizes.num_experts, unused, sizes.num_experts, unused, NUM_TOTALS]
+    counts, _, probabilities, _, totals = statistics.split(widths, dim=1)
+    return torch.cat([counts, probabilities, totals], 1)
 
 
 class Router(nn.Module):
     """Top-k router in float32, with what its losses and monitors need."""
 
-    def __init__(self, moe: MoEConfig, hidden_size: int) -> None:
+    def __init__(
+        self,
+        sizes: MoEConfig | RoutingMambaConfig,
+        hidden_size: int,
+        *,
+        weights_sum_to_one: bool = True,
+    ) -> None:
         super().__init__()
-        self.top_k = moe.top_k
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        self.top_k = sizes.top_k
+        self.weights_sum_to_one = weights_sum_to_one
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Chooses k experts per token, [N, D] of any float type.
 
-        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
-        token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
+        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, its probability or,
+        if they sum to 1 per token, its share of those chosen; probabilities summed over the tokens,
+        [E]; squared logsumexp summed, scalar.
         """
         logits = F.linear(x.float(), self.weight.float())  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
         probabilities = torch.exp(logits - log_total)
         top, experts = probabilities.topk(self.top_k, dim=-1)
-        weights = top / top.sum(-1, keepdim=True)
+        weights = top / top.sum(-1, keepdim=True) if self.weights_sum_to_one else top
         return experts, weights, probabilities.sum(0), log_total.square().sum()
 
 
@@ -116,6 +155,12 @@ class _Combine(torch.autograd.Function):
         return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
 
 
+# Rows of x, [N, D], by index, [M]; and each token's weighted sum over its choices, [N, D]. Other
+# arguments are those that `sort_by_expert` gives.
+gather_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = _Gather.apply
+weighted_sum: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
+
+
 def _rows_of_choice(x: Tensor, inverse: Tensor, choice: int) -> Tensor:
     """Selects each token's row of x; the index one past the last row, of a dropped one, gives 0."""
     index = inverse[:, choice]
@@ -150,10 +195,15 @@ def _exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls."""
+    """The experts of one rank, two matrices each or three with SwiGLU, in grouped matmuls."""
 
-    def __init__(self, num_local: int, inner: int, hidden: int, *, group_name: str) -> None:
+    def __init__(
+        self, num_local: int, inner: int, hidden: int, *, is_gated: bool = False, group_name: str
+    ) -> None:
         super().__init__()
+        self.gate: nn.Parameter | None = None
+        if is_gated:
+            self.gate = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.up = nn.Parameter(torch.empty(num_local, inner, hidden))
         self.down = nn.Parameter(torch.empty(num_local, hidden, inner))
         for parameter in self.parameters():  # marks by which DeepSpeed finds experts
@@ -162,7 +212,15 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
-        inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
+        if len(rows) == 0:
+            # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
+            # counts on a gradient of every parameter
+            return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
+        inner = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)  # [M, F]
+        if self.gate is None:
+            inner = squared_relu(inner)
+        else:
+            inner = swiglu(F.grouped_mm(rows, self.gate.transpose(1, 2), offs=ends), inner)
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
@@ -170,10 +228,17 @@ class ExpertLayer(MOELayer):
     """Routes tokens to the experts of the expert group and back."""
 
     def __init__(
-        self, moe: MoEConfig, hidden: int, *, group_name: str, expert_parallel_size: int
+        self, config: ModelConfig, moe: MoEConfig, *, group_name: str, expert_parallel_size: int
     ) -> None:
+        hidden = config.hidden_size
         local = moe.num_experts // expert_parallel_size
-        experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
+        experts = GroupedExperts(
+            local,
+            moe.expert_hidden_size,
+            hidden,
+            is_gated=config.ffn_activation == "swiglu",
+            group_name=group_name,
+        )
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
         # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
@@ -195,7 +260,7 @@ class ExpertLayer(MOELayer):
         capacity = expert_capacity(len(tokens), moe.top_k, moe.num_experts, moe.capacity_factor)
         excess = (counts - capacity).clamp(min=0).sum()
         dropping = moe.drop_tokens and self.training
-        index, slot, inverse, row_counts = _sort_by_expert(
+        index, slot, inverse, row_counts = sort_by_expert(
             experts, counts, capacity if dropping else None
         )
         rows = _Gather.apply(tokens, index, inverse)  # [M, D]
@@ -230,7 +295,7 @@ class ExpertLayer(MOELayer):
         return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
 
 
-def _sort_by_expert(
+def sort_by_expert(
     experts: Tensor, counts: Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Orders assignments [N, k] by expert, first choices first, and cuts each expert at capacity.
@@ -265,8 +330,8 @@ class MoEFeedForward(MoE):
             k=config.moe.top_k,
         )
         self.deepspeed_moe = ExpertLayer(
+            config,
             config.moe,
-            config.hidden_size,
             group_name=self.expert_group_name,
             expert_parallel_size=expert_parallel_size,
         )
@@ -288,11 +353,13 @@ class MoEFeedForward(MoE):
     def initialize(
         self, *, seed: int, name: str, std: float, expert_parallel_rank: int = 0
     ) -> None:
-        """Sets normal router and up projections, and zero down projections."""
+        """Sets normal router and projections up, and zero down projections."""
         layer = self.deepspeed_moe
         normal_(layer.gate.weight, std, seed=seed, name=f"{name}.router")
         # by global number, so that every layout starts from the same experts
         first = expert_parallel_rank * self.num_local_experts
-        for i, up in enumerate(layer.experts.up):
-            normal_(up, std, seed=seed, name=f"{name}.experts.{first + i}.up")
+        entering = {"gate": layer.experts.gate, "up": layer.experts.up}
+        for matrix, stacked in entering.items():
+            for i, each in enumerate(stacked if stacked is not None else ()):
+                normal_(each, std, seed=seed, name=f"{name}.experts.{first + i}.{matrix}")
         layer.experts.down.zero_()

@@ -221,10 +221,10 @@ class DraftState(NamedTuple):
 
 def _decode(block: Block, x: Tensor, cache: AttentionState | None) -> tuple[Tensor, AttentionState]:
     """Runs a block of attention on the positions after those in its cache."""
-    state = None if cache is None else [BlockState(cache, None)]
-    x, _, _, after = run_blocks([block], x, None, state=state, return_state=True)
-    assert after is not None and isinstance(after[0].mixer, AttentionState), "a Transformer block"
-    return x, after[0].mixer
+    past = None if cache is None else BlockState(cache, None)
+    x, _, _, after = block(x, None, past)
+    assert isinstance(after.mixer, AttentionState), "a Transformer block"
+    return x, after.mixer
 
 
 def _kept(x: Tensor, cache: AttentionState, place: int) -> DraftState:

@@ -6,26 +6,34 @@ recurrent state between spans is saved. Where a mixer looks at all tokens at onc
 over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
-# B batch, T time, D hidden, L layers, S router statistics
+# B batch, T time, D hidden, R routers, S statistics in a row
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.models.block import Block, BlockState
+from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState
+
+
+class Statistics(NamedTuple):
+    """Statistics of consecutive blocks, each a sum over this rank's tokens; None where none has."""
+
+    experts: Tensor | None  # of routers to experts, [R, S] as in `planning.blocks.routers`
+    depth: Tensor | None  # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`
 
 
 class Context(TypedDict, total=False):
     """Surroundings of the tokens of a forward pass; by default whole sequences without a state."""
 
     segment_ids: Tensor | None  # document of each token, [B, T]: never falls, and nothing crosses
-    state: list[BlockState] | None  # of each block, where an earlier call stopped
+    state: list[BlockState | RoutedState] | None  # of each block, where an earlier call stopped
     return_state: bool  # return the states after token T too, views that hold on to whole tensors
 
 
@@ -35,11 +43,11 @@ def run_blocks(
     v_first: Tensor | None,
     *,
     segment_ids: Tensor | None = None,
-    state: list[BlockState] | None = None,
+    state: list[BlockState | RoutedState] | None = None,
     return_state: bool = False,
     recompute: bool = False,
     sequence_checkpoint_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, list[BlockState] | None]:
+) -> tuple[Tensor, Tensor | None, Statistics, list[BlockState | RoutedState] | None]:
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
     Args:
@@ -50,19 +58,34 @@ def run_blocks(
         sequence_checkpoint_tokens: tokens that are recomputed together, without states; None: all.
             Where tokens are dropped, each span has a capacity of its own.
     Returns:
-        residual stream, v_first, router statistics [L, S] or None, states or None.
+        residual stream, v_first, statistics, states or None.
     """
     is_recomputed = recompute and torch.is_grad_enabled()
     length = x.shape[1]
     step = sequence_checkpoint_tokens or length
     spans = [slice(first, min(first + step, length)) for first in range(0, length, step)]
     statistics = []
-    states = []
+    depth = []
+    states: list[BlockState | RoutedState] = []
     for i, block in enumerate(blocks):
         assert isinstance(block, Block), "the list holds blocks only"
         past = state[i] if state else None
-        after: BlockState | None = None
-        if not is_recomputed:
+        after: BlockState | RoutedState | None = None
+        if isinstance(block, RoutedBlock):
+            assert past is None or isinstance(past, RoutedState), "state of another block kind"
+            if return_state or past is not None:
+                assert segment_ids is None, "a state is of one document"
+                x, parts, after = block.advance(x, v_first, past)
+            elif is_recomputed:
+                assert len(spans) == 1, "rules refuse spans"
+                x, parts = _recomputed(block.choose, x, v_first, segment_ids)
+            else:
+                x, parts = block.choose(x, v_first, segment_ids)
+            if block.training:  # here, and not in the block, which may be run again for backward
+                block.depth_router.observe(parts.depth)
+            part = parts.experts
+            depth.append(parts.depth)
+        elif not is_recomputed:
             x, v_first, part, after = block(x, v_first, past, segment_ids)
         elif len(spans) == 1:
             x, v_first, part, after = _recomputed(block, x, v_first, past, segment_ids)
@@ -78,7 +101,8 @@ def run_blocks(
             assert after is not None, "training in spans gives no state"
             states.append(after)
     routed = [part for part in statistics if part is not None]
-    return x, v_first, torch.stack(routed) if routed else None, states if return_state else None
+    found = Statistics(torch.cat(routed) if routed else None, torch.stack(depth) if depth else None)
+    return x, v_first, found, states if return_state else None
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
@@ -103,7 +127,7 @@ def _in_spans(
         values.append(value)
         if part is not None:
             statistics.append(part)
-    if v_first is None:
+    if v_first is None and values[0] is not None:
         v_first = torch.cat(values, 1)
     return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
 
@@ -153,7 +177,7 @@ def _mix_then_feed(
     def feed(x: Tensor, last: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x, None) if is_again else block.feed(x, last, ids)[:2]
 
-    x, v_first, _ = block.mix(x, v_first, None, segment_ids)
+    x, v_first, _, of_mixer = block.mix(x, v_first, None, segment_ids)
     outs = []
     statistics = []
     for inputs in _feed_inputs(block, x, segment_ids, spans):
@@ -161,7 +185,8 @@ def _mix_then_feed(
         outs.append(out)
         if part is not None:
             statistics.append(part)
-    return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
+    of_ffn = torch.stack(statistics).sum(0) if statistics else None
+    return torch.cat(outs, 1), v_first, block.rows(of_mixer, of_ffn)
 
 
 def _feed_inputs(

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
-from cdrmix.models.mixer import Mixer
+from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 from cdrmix.planning.blocks.block_type import is_v_first_made
@@ -169,11 +169,16 @@ class TimeMix(Mixer):
         return cls(config, layer=layer, creates_v_first=not is_v_first_made(config, layer))
 
     def mix(
-        self, x: Tensor, v_first: Tensor | None, state: Any, segment_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, TimeMixState]:
-        """Mixes as `forward`."""
-        mixed: tuple[Tensor, Tensor, TimeMixState] = self(x, v_first, state, segment_ids)
-        return mixed
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: Any,
+        segment_ids: Tensor | None,
+        gathered: Gathered | None = None,
+    ) -> tuple[Tensor, Tensor | None, TimeMixState, None]:
+        """Mixes as `forward`, wherever the tokens are in their rows; without a router."""
+        out, v_first, after = self(x, v_first, state, segment_ids)
+        return out, v_first, after, None
 
     def forward(
         self,

@@ -60,10 +60,17 @@ class _Timeline:
 class Health:
     """Judge of each step by the steps before it, and record of a run."""
 
-    def __init__(self, config: HealthConfig, *, num_experts: int | None) -> None:
-        """Takes limits and actions, and the experts of a layer; None for a dense model."""
+    def __init__(
+        self,
+        config: HealthConfig,
+        *,
+        num_experts: int | None,
+        num_mixer_experts: int | None = None,
+    ) -> None:
+        """Takes limits and actions, and the experts of a layer and of a mixer; None without."""
         self._config = config
         self._most_bits = math.log2(num_experts) if num_experts else 0.0
+        self._most_mixer_bits = math.log2(num_mixer_experts) if num_mixer_experts else 0.0
         self._timeline = _Timeline()
         self._last_not_finite = 0
         self.skipped_steps = 0  # optimizer steps that were not taken
@@ -104,13 +111,25 @@ class Health:
         why = f"loss {loss:.4f} is above {limit:.4f}, the median before is {median(before):.4f}"
         return self._unhealthy("loss_spike", self._config.loss_spike.action, step, why)
 
-    def routing_known(self, step: int, *, entropy_bits: float, overflow: float) -> Verdict | None:
-        """Judges the routing of a step: its entropy, and the share of overflowing assignments."""
+    def routing_known(
+        self,
+        step: int,
+        *,
+        entropy_bits: float | None,
+        overflow: float,
+        mixer_entropy_bits: float | None = None,
+    ) -> Verdict | None:
+        """Judges the routing of a step: its entropy, that of mixers with experts, and the share of
+        overflowing assignments; None where there are no such experts."""
         limits = self._config.routing
-        least = limits.min_entropy_share * self._most_bits
         faults = []
-        if entropy_bits < least:
-            faults.append(f"entropy {entropy_bits:.3f} bits is below {least:.3f}")
+        for of, bits, most in (
+            ("entropy", entropy_bits, self._most_bits),
+            ("entropy of mixers", mixer_entropy_bits, self._most_mixer_bits),
+        ):
+            least = limits.min_entropy_share * most
+            if bits is not None and bits < least:
+                faults.append(f"{of} {bits:.3f} bits is below {least:.3f}")
         if overflow > limits.max_overflow_fraction:
             faults.append(f"overflow {overflow:.1%} is above {limits.max_overflow_fraction:.1%}")
         self._timeline.uneven = self._timeline.uneven + 1 if faults else 0

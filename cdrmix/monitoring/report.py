@@ -132,7 +132,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "start_up": _spendings(run.summary.get("start_up") or {}),
         # Unknown without a configuration: then the page says what is missing.
         "is_dense": run.config is not None and run.config.model.moe is None,
-        "routing": _routing(run),
+        "routing": [*_routing(run), *_mixer_routing(run)],
         "expert_layers": _expert_layers(run),
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
         "samples": samples[-1:] + samples[:-1][:: -(-len(samples[:-1]) // _MAX_SAMPLES) or 1],
@@ -198,6 +198,10 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         _time_tile(run),
         Tile("Throughput", formatted(speed, ",.0f"), "tokens per second, median"),
     ]
+    average = (run.summary.get("ema_evaluation") or {}).get("loss", run.latest("eval/ema_loss"))
+    if (of_average := _number(average)) is not None:
+        unit = f"nats per token, of the weights, {when}"
+        tiles.insert(1, Tile("Loss of the average", formatted(of_average, ".4f"), unit))
     total = _number(run.plan.get("total_params"))
     active = _number(run.plan.get("active_params"))
     if total is not None:
@@ -302,6 +306,21 @@ def _spendings(times: Mapping[str, Any]) -> list[tuple[str, float, float]]:
         for name, seconds in times.items()
         if name.endswith("_seconds") and seconds > 0
     ]
+
+
+def _mixer_routing(run: RecordedRun) -> list[Figure]:
+    """Draws the use of the experts of Routing Mamba; nothing without such mixers."""
+    entropy = Curve("", *run.series("routing_mamba/routing_entropy_bits"), "c1", smooth=True)
+    if not len(entropy.steps):
+        return []
+    marks = []
+    sizes = run.config.model.routing_mamba if run.config else None
+    if run.config is not None and sizes is not None and sizes.num_experts > 1:
+        even = math.log2(sizes.num_experts)
+        least = run.config.health.routing.min_entropy_share * even
+        marks = [Mark(f"at least {least:.2f}", least), Mark(f"even {even:.2f}", even)]
+    unit = "bits, mean over such mixers"
+    return [plot("Entropy of Routing Mamba", unit, "mixer-entropy", [entropy], marks)]
 
 
 def _routing(run: RecordedRun) -> list[Figure]:

@@ -1,10 +1,11 @@
 """Router losses and monitors from router statistics.
 
 Statistics are those of `MoEFeedForward.forward`, per token and averaged over all data ranks of a
-micro-step, so that losses do not depend on how the batch is spread.
+micro-step, so that losses do not depend on how the batch is spread. `models.moe.rows_of` takes
+those of the routers in one half of the blocks out of the rows of a model.
 """
 
-# L MoE layers, E experts, k experts per token
+# L layers with such a router, E experts, k experts per token
 
 from __future__ import annotations
 
@@ -28,6 +29,16 @@ class RouterMonitors(NamedTuple):
     overflow_fraction: Tensor
     dropped_fraction: Tensor
     entropy_bits: Tensor
+
+
+@torch.no_grad()
+def tokens_routed(statistics: Tensor, *, num_experts: int, top_k: int) -> Tensor:
+    """Tokens that reached each layer, from sums over tokens, [L, 2E + 3] -> [L, 1]; 1 for none.
+
+    Those of a batch, but where a layer is in a block of Mixture of Depths.
+    """
+    tokens = statistics[:, :num_experts].sum(-1, keepdim=True) / top_k
+    return torch.where(tokens > 0, tokens, torch.ones_like(tokens))
 
 
 def router_losses(per_token: Tensor, *, num_experts: int, top_k: int) -> RouterLosses:

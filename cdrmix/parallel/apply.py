@@ -14,6 +14,7 @@ from cdrmix.hf import names
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.block import Block
+from cdrmix.models.mixture_of_depths import RoutedBlock, make_block
 from cdrmix.parallel.pipeline import Pipeline, PipelineStage, StagedBackbone
 from cdrmix.parallel.sequence import spread_tokens
 from cdrmix.parallel.tensor import mark_copies, split_block, split_embedding
@@ -40,7 +41,9 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     expert_rank = topology.rank % (topology.degrees.data * topology.degrees.tensor) % expert
 
     def block(model: ModelConfig, layer: int) -> Block:
-        whole = Block(model, layer, expert_parallel_size=expert)
+        whole = make_block(model, layer, expert_parallel_size=expert)
+        if isinstance(whole, RoutedBlock):
+            whole.is_collective = expert > 1 or plan.zero_stage == 3
         whole.initialize(
             seed=config.training.seed,
             std=model.init_std,

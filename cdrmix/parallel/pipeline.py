@@ -13,8 +13,8 @@ after each step.
 `StagedBackbone` runs the stages for evaluation and decoding, called as `Backbone` is.
 """
 
-# B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
-# S router statistics
+# B batch, T tokens of this sequence rank, D hidden, V vocabulary, R routers up to a stage boundary,
+# S statistics in a row
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, rms_norm
-from cdrmix.models.moe import num_statistics
 from cdrmix.models.mtp import FurtherTokens
-from cdrmix.models.recompute import Context, run_blocks
+from cdrmix.models.recompute import Context, Statistics, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.blocks.block_type import is_v_first_made
+from cdrmix.planning.blocks.routers import num_statistics, router_places
+from cdrmix.planning.depth import DEPTH_STATISTICS
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stages import stage_layers
 
@@ -67,6 +68,9 @@ class PipelineStage(nn.Module):
         self.topology = topology
         self.layers = stage_layers(model, length, degrees.pipeline)[topology.stage]
         self.v_first_arrives = is_v_first_made(model, self.layers.start)
+        before = range(self.layers.start)
+        self.routers_before = len(router_places(model, before))
+        self.routed_before = sum(layer in before for layer in model.routed_layers())
         # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
         self.activation_checkpointing = plan.activation_checkpointing
@@ -118,10 +122,12 @@ class PipelineStage(nn.Module):
         """
         if self.topology.is_first_stage:
             x = self.embedding_norm(self.embedding(arrived))
-            v_first = earlier = None
+            v_first = None
+            earlier = Statistics(None, None)
         else:
-            x, v_first, earlier = self._unpack(arrived, tokens)
-        x, v_first, statistics, after = run_blocks(
+            x, v_first, *earlier_parts = self._unpack(arrived, tokens)
+            earlier = Statistics(*earlier_parts)
+        x, v_first, here, after = run_blocks(
             self.blocks.values(),
             x,
             v_first,
@@ -130,12 +136,13 @@ class PipelineStage(nn.Module):
             **context,
         )
         # of all layers so far: the last stage needs them all, as it computes the routers' losses
-        if earlier is not None:
-            statistics = earlier if statistics is None else torch.cat([earlier, statistics])
+        experts, depth = (_joined(*parts) for parts in zip(earlier, here, strict=True))
         if self.topology.is_last_stage:
-            return Output(self.final_norm(x), statistics, after), None
-        leaving = exchange.pack(*(part for part in (x, v_first, statistics) if part is not None))
-        return Output(x, statistics, after), leaving
+            return Output(self.final_norm(x), experts, after, depth), None
+        leaving = exchange.pack(
+            *(part for part in (x, v_first, experts, depth) if part is not None)
+        )
+        return Output(x, experts, after, depth), leaving
 
     def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
         """Returns shapes and types that cross the boundary before this stage, for (B, T) tokens."""
@@ -144,22 +151,30 @@ class PipelineStage(nn.Module):
         if self.v_first_arrives:
             # cut as heads are: each tensor rank sends those of its own to its peer
             parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
-        if self.config.moe is not None:
-            # counts of assignments, which bf16 would round beyond 256, [L, S]
-            before = sum(map(self.config.has_experts, range(self.layers.start)))
-            if before:
-                statistics = (before, num_statistics(self.config.moe))
-                parts.append((statistics, torch.float32))
+        if self.routers_before:
+            # counts of assignments, which bf16 would round beyond 256, [R, S]
+            statistics = (self.routers_before, num_statistics(self.config))
+            parts.append((statistics, torch.float32))
+        if self.routed_before:
+            parts.append(((self.routed_before, len(DEPTH_STATISTICS)), torch.float32))
         return parts
 
     def _unpack(
         self, arrived: Tensor, tokens: tuple[int, int]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Splits the packed tensor into residual stream, v_first and statistics, if they cross."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Splits the packed tensor into residual stream, v_first and the statistics of experts and
+        of routed blocks, if they cross."""
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
         v_first = next(parts) if self.v_first_arrives else None
-        return x, v_first, next(parts, None)
+        experts = next(parts) if self.routers_before else None
+        return x, v_first, experts, next(parts, None)
+
+
+def _joined(earlier: Tensor | None, here: Tensor | None) -> Tensor | None:
+    """Rows of the layers before a stage, then those of its own."""
+    parts = [part for part in (earlier, here) if part is not None]
+    return torch.cat(parts) if parts else None
 
 
 class Pipeline(PipelineModule):
@@ -226,9 +241,9 @@ class StagedBackbone:
         return self._stage.training
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with a router, of all stages."""
-        return len(self.config.moe_layers())
+    def num_routers(self) -> int:
+        """Routers of all stages."""
+        return len(router_places(self.config))
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:

@@ -55,8 +55,8 @@ class Shard:
     logical_shape: tuple[int, ...]
 
 
-def mark_copy(parameter: nn.Parameter) -> None:
-    """Marks a parameter whose values a rank outside the data group holds and saves too."""
+def mark_copy(parameter: Tensor) -> None:
+    """Marks a parameter or buffer that a rank outside the data group holds and saves too."""
     parameter.is_copy = True  # type: ignore[attr-defined]
 
 
@@ -97,10 +97,10 @@ def _inside(parameters: Iterable[Parameter], prefix: str) -> list[Parameter]:
 
 
 def mark_copies(module: nn.Module, topology: Topology) -> None:
-    """Marks parameters equal on all tensor ranks as copies, on all ranks but the first."""
+    """Marks what is equal on all tensor ranks as copies, on all ranks but the first."""
     if topology.tensor_rank == 0:
         return
-    for parameter in module.parameters():
+    for parameter in (*module.parameters(), *module.buffers()):
         # Experts are no copies: the expert group may lie on the tensor ranks, which then hold other
         # experts, and `checkpoint` takes who saves them from DeepSpeed's expert groups.
         is_expert = not getattr(parameter, "allreduce", True)

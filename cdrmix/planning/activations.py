@@ -25,6 +25,7 @@ from cdrmix.planning.blocks.block_type import (
 )
 from cdrmix.planning.blocks.feed_forward import routed_row_bytes, saved_by_feed_forward
 from cdrmix.planning.counts import block_parameters
+from cdrmix.planning.depth import saved_by_routing, setting_inside, share_of_tokens
 from cdrmix.planning.layout import ELEMENT_BYTES, Degrees, Layout
 from cdrmix.planning.stages import stage_layers
 
@@ -171,10 +172,19 @@ class SavedActivations:
         for layer, number in Counter(self._like[layer] for layer in layers).items():
             form = self.sequence_form(layer, degrees)
             mixer, feed_forward = self._halves_of(layer, form)
-            per_token = (mixer + feed_forward).on(degrees) * tokens
-            per_sample = self.types[layer].saved_per_sample(self.setting, layout, form)
-            total += number * (per_token + per_sample)
+            taken = share_of_tokens(self.model, layer) * tokens
+            inside = setting_inside(self.setting, layer)
+            per_sample = self.types[layer].saved_per_sample(inside, layout, form)
+            of_router = self._by_routing(layer, tokens, degrees)
+            total += number * ((mixer + feed_forward).on(degrees) * taken + per_sample + of_router)
         return total
+
+    def _by_routing(self, layer: int, tokens: int, degrees: Degrees) -> float:
+        """Bytes that Mixture of Depths saves around a block of a micro-batch of `tokens`."""
+        if layer not in self.model.routed_layers():
+            return 0.0
+        copies, row, taken = saved_by_routing(self.setting, layer)
+        return copies + (row + share_of_tokens(self.model, layer) * taken.on(degrees)) * tokens
 
     def segment_mask(self, layout: Layout) -> int:
         """Bytes of the mask that separates the documents of a sample in one attention layer."""
@@ -198,9 +208,15 @@ class SavedActivations:
             kind = self.types[layer]
             form = self.sequence_form(layer, degrees)
             mixer, feed_forward = (half.on(degrees) for half in self._halves_of(layer, form))
-            per_sample = kind.saved_per_sample(self.setting, layout, form)
+            per_sample = kind.saved_per_sample(setting_inside(self.setting, layer), layout, form)
             inputs += number * stream * tokens
-            if spans == 1:
+            if layer in self.model.routed_layers():
+                # tokens are gathered from the block's input, which is counted already
+                again = stream * tokens
+                inside = (mixer + feed_forward) * share_of_tokens(self.model, layer) * tokens
+                routing = self._by_routing(layer, tokens, degrees) - again
+                unit = max(unit, inside + per_sample + routing)
+            elif spans == 1:
                 unit = max(unit, (mixer + feed_forward - twice) * tokens + per_sample)
             elif kind.carries_state and form == "whole":
                 inputs += number * kind.span_state(self.setting).on(degrees) * borders

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.config.lora_targets import ALL_LINEAR, LoraTargets, default_targets, rank_of
-from cdrmix.config.model import LoraConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.errors import PlanError
 from cdrmix.planning.folder_model import folder_model, folder_parameters
 from cdrmix.planning.parameter import Parameter

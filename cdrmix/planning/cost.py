@@ -19,6 +19,7 @@ from cdrmix.planning.counts import (
     parameters,
     trained_params,
 )
+from cdrmix.planning.depth import share_of_tokens
 from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.muon import muon_matrices, newton_schulz_flops_per_step
@@ -175,7 +176,7 @@ class CostModel:
             assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
             rows = stream * self.model.moe.top_k / tensor
             stages = self.memory.stages(degrees.pipeline)
-            layers = max(sum(map(self.model.has_experts, stage)) for stage in stages)
+            layers = max(sum(map(self._share_to_experts, stage)) for stage in stages)
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
         if tensor > 1:
@@ -207,15 +208,20 @@ class CostModel:
         """
         stages = self.memory.stages(layout.degrees.pipeline)
         layers = max(stages, key=len)
+        shares = sum(share_of_tokens(self.model, layer) for layer in layers)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
-        mixers = len(layers) * (3 if layout.activation_checkpointing else 2)
-        of_experts = sum(map(self.model.has_experts, layers))
-        dense = len(layers) - of_experts
+        mixers = shares * (3 if layout.activation_checkpointing else 2)
+        of_experts = sum(map(self._share_to_experts, layers))
+        dense = shares - of_experts
         partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
         # log total and label's score of each position, float32
         scores = 8 * self.activations.tokens(layout) * layout.degrees.tensor
         summed = (mixers + 2 * dense + ends) * stream + partial
-        return summed, 2 * of_experts * stream + scores
+        return int(summed), int(2 * of_experts * stream + scores)
+
+    def _share_to_experts(self, layer: int) -> float:
+        """Share of the tokens that meet the experts of a layer; 0 where it has none."""
+        return self.model.has_experts(layer) * share_of_tokens(self.model, layer)
 
     def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
         """Forward FLOPs per token of a stage by which states cross sequence ranks."""

@@ -7,7 +7,7 @@ over that list, so a change of the model is made in one place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from cdrmix.config.reasoning import StageBConfig
 from cdrmix.planning.adapters import trained_parameters
 from cdrmix.planning.blocks.block_type import block_type, block_types
 from cdrmix.planning.blocks.feed_forward import feed_forward_parameters, linears
+from cdrmix.planning.depth import depth_flops, depth_parameters
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -128,21 +129,45 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     if kind.shifts_channels:
         yield Parameter("ffn_shift.mu", (width,), "feed_forward")
     yield from feed_forward_parameters(model, layer)
+    yield from depth_parameters(model, layer)
 
 
-def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int]:
+def forward_flops_by_layer(
+    model: ModelConfig, sequence_length: int, fractions: Mapping[int, float] | None = None
+) -> list[int]:
     """Forward FLOPs per token of each block; the backward pass takes twice as many.
 
     They are 2 per multiply-accumulate of the matrices, and those of a block type's mixing beside
     them. In layers of a Hugging Face model mixing takes 2 T D for the causal half of attention,
     where D is the width of all heads and T the sequence length, and 5 D N for a Mamba-2 mixer with
     D inner features and states of N.
+
+    A routed block's are those of its share of the tokens, among which its attention is: `fractions`
+    by layer, by default the capacity; its router sees every token.
     """
     flops = _mixing_flops(model, sequence_length)
+    if fractions is None and model.mod is not None:
+        fractions = dict.fromkeys(model.routed_layers(), model.mod.capacity)
+    fractions = fractions or {}
+    for layer, fraction in fractions.items():
+        flops[layer] = _mixing_flops(model, round(fraction * sequence_length))[layer]
     for parameter in parameters(model):
-        if parameter.layer is not None:
+        if parameter.layer is not None and parameter.part != "depth_router":
             flops[parameter.layer] += _used_flops(model, parameter)
+    for layer, fraction in fractions.items():
+        flops[layer] = round(fraction * flops[layer]) + depth_flops(model)
     return flops
+
+
+def compute_share(
+    model: ModelConfig, sequence_length: int, fractions: Mapping[int, float]
+) -> float:
+    """FLOPs of a model whose routed blocks take these fractions of the tokens, by layer, over those
+    of the same model in which every block takes all."""
+    whole = model.model_copy(update={"mod": None})
+    head = head_flops(model)
+    routed = sum(forward_flops_by_layer(model, sequence_length, fractions)) + head
+    return routed / (sum(forward_flops_by_layer(whole, sequence_length)) + head)
 
 
 def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
@@ -159,6 +184,10 @@ def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
 def _used_elements(model: ModelConfig, parameter: Parameter) -> int:
     """Elements of a parameter that one token uses: of experts, and of their adapters, a share."""
     elements = parameter.num_elements
+    if parameter.part == "mamba_experts":
+        sizes = model.routing_mamba
+        assert sizes is not None, "filled in where there are such layers"
+        return elements * sizes.top_k // sizes.num_experts
     of_experts = parameter.part == "experts" or ".experts." in parameter.name
     if of_experts and model.moe is not None:
         return elements * model.moe.top_k // model.moe.num_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cdrmix.config.model import LoraConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.adapters import targets_of

@@ -29,7 +29,7 @@ def takes_muon(parameter: Parameter, optimizer: OptimizerConfig) -> bool:
     """
     if optimizer.kind != "muon" or not parameter.is_trained:
         return False
-    if parameter.part == "experts":
+    if parameter.part in ("experts", "mamba_experts"):
         return optimizer.experts == "muon" and len(parameter.shape) in (2, 3)
     if parameter.part == "low_rank":
         return optimizer.low_rank == "muon" and len(parameter.shape) == 2

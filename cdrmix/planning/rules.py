@@ -15,7 +15,9 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
 from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.depth_rules import DEPTH_RULES
 from cdrmix.planning.folder_model import folder_model
+from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
@@ -54,7 +56,7 @@ def nearest_divisors(number: int, wanted: int) -> str:
 
 
 # Rules that any number of data ranks may break, beside those of the layout of ranks.
-_OF_EVERY_WORLD = ("batch-divides", "stage-without-blocks")
+_OF_EVERY_WORLD = ("batch-divides", "stage-without-blocks", "stage-without-experts")
 _MOST_MULTIPLES = 64  # tried in search of a number of ranks
 
 
@@ -72,7 +74,8 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
         (
             "model.ffn_hidden_size",
-            lambda x: 0 if x.model.moe else x.model.ffn_hidden_size,  # every number divides 0
+            # every number divides 0
+            lambda x: x.model.ffn_hidden_size if x.model.has_dense_layers else 0,
             "inner features of a dense feed-forward are split",
         ),
     ),
@@ -197,37 +200,6 @@ def _is_unfused(combination: Combination) -> bool:
     return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
 
 
-# Why a Hugging Face model is split over no axis but data, by axis.
-_HF_REASONS = {
-    "tensor": "transformers' own tensor parallelism cannot be combined with DeepSpeed, for which "
-    "it converts no weights",
-    "pipeline": "its layers are transformers' and are not cut into stages",
-    "sequence": "its attention reads all tokens of a sample on one rank",
-    "expert": "its experts are ordinary parameters, and each rank computes all of them",
-}
-_TRANSFORMERS_SOURCE = "transformers 5.23 integrations/deepspeed.py"
-
-
-def _whole_models() -> tuple[Rule, ...]:
-    """Rules that keep a Hugging Face model on data ranks, one for each other axis."""
-
-    def of_axis(axis: str, why: str) -> Rule:
-        def applies(combination: Combination) -> bool:
-            return combination.model.kind == "hf" and getattr(combination.degrees, axis) > 1
-
-        def message(combination: Combination) -> str:
-            return (
-                f"parallel.{axis} = {getattr(combination.degrees, axis)} with model.kind = hf: "
-                f"Hugging Face models run on data ranks, as {why}. Try parallel.{axis} = 1; "
-                "ZeRO-2 and ZeRO-3 share out what does not fit"
-            )
-
-        source = _TRANSFORMERS_SOURCE if axis == "tensor" else OF_RANKS
-        return Rule(f"hf-with-{axis}", applies, message, source)
-
-    return tuple(of_axis(axis, why) for axis, why in _HF_REASONS.items())
-
-
 # Settings by which DeepSpeed splits what crosses a stage boundary over tensor ranks.
 _SPLIT_BORDERS = ("pipe_partitioned", "grad_partitioned")
 # Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
@@ -258,8 +230,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "experts-of-a-dense-model",
         lambda x: x.model.kind != "hf" and x.model.moe is None and x.degrees.expert > 1,
-        "parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). Try "
-        "parallel.expert = 1",
+        lambda x: (
+            f"parallel.expert = {x.degrees.expert}: the model has no experts "
+            + (
+                "in feed-forwards (model.moe is null), and those of Routing Mamba are ordinary "
+                "parameters, which each rank holds and applies to its own tokens"
+                if x.model.routing_mamba is not None
+                else "(model.moe is null)"
+            )
+            + ". Try parallel.expert = 1"
+        ),
         OF_RANKS,
     ),
     Rule(
@@ -303,8 +283,9 @@ RULES: tuple[Rule, ...] = (
         ),
         "rules of the model's size: planning/zero.py",
     ),
-    *_whole_models(),
+    *WHOLE_MODELS,
     *BLOCK_RULES,
+    *DEPTH_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,

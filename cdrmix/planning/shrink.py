@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.model import MoEConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import MoEConfig
 from cdrmix.config.objectives import OF_TOKENS
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
@@ -120,15 +121,49 @@ def _small_experts(moe: MoEConfig, degrees: Degrees) -> dict[str, Any]:
     return moe.model_dump() | {
         "num_experts": moe.num_experts + moe.num_experts % degrees.expert,  # ranks have as many
         "expert_hidden_size": EXPERT_WIDTH,
+        "layers": None,
         "drop_tokens": False,  # the dropped tokens would depend on the layout
     }
+
+
+def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
+    """Settings of a few layers that show every kind of the model's.
+
+    A schedule stays as it is. Where layers are listed, each block type is there with each kind of
+    feed-forward that it has, routed or not, in the order of the model, once for every stage.
+    """
+    moe = None if model.moe is None else _small_experts(model.moe, degrees)
+    mod = None if model.mod is None else model.mod.model_dump()
+    is_routed_by_list = model.mod is not None and model.mod.layers is not None
+    has_both = model.moe is not None and model.has_dense_layers
+    if model.mixers is None and not has_both and not is_routed_by_list:
+        fraction = model.transformer_fraction
+        layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
+        return {
+            "num_layers": max(4, layers_of_both_kinds),
+            "schedule": model.schedule,
+            "transformer_fraction": fraction,
+            "moe": moe,
+            "mod": mod,
+        }
+    routed = model.routed_layers() if is_routed_by_list else ()
+    kinds = [
+        (kind, model.has_experts(layer), layer in routed)
+        for layer, kind in enumerate(model.layer_kinds())
+    ]
+    different = list(dict.fromkeys(kinds))
+    layers = different * max(degrees.pipeline, -(-4 // len(different)))
+    if moe is not None:
+        moe["layers"] = [layer for layer, (_, has_experts, _) in enumerate(layers) if has_experts]
+    if mod is not None and is_routed_by_list:
+        mod["layers"] = [layer for layer, (_, _, is_routed) in enumerate(layers) if is_routed]
+    mixers = [kind for kind, *_ in layers]
+    return {"num_layers": len(layers), "mixers": mixers, "moe": moe, "mod": mod}
 
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     model = config.model
     heads = 8 if model.num_kv_heads < model.num_heads else 4
-    fraction = model.transformer_fraction
-    layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
     accumulation = min(2, layout.gradient_accumulation_steps)
     micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -137,12 +172,12 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "hidden_size": heads * HEAD_DIM,
         "num_heads": heads,
         "num_kv_heads": 4,
-        "num_layers": max(4, layers_of_both_kinds),
         "vocab_size": VOCAB_SIZE,
-        "schedule": model.schedule,
-        "transformer_fraction": fraction,
-        "moe": model.moe and _small_experts(model.moe, degrees),
+        "ffn_activation": model.ffn_activation,
+        "mamba": model.mamba and model.mamba.model_dump(),
+        "routing_mamba": model.routing_mamba and model.routing_mamba.model_dump(),
         "mtp": model.mtp and model.mtp.model_dump(),
+        **_small_layers(model, degrees),
     }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
@@ -192,6 +227,8 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
     axes = {axis: axis for axis in ("pipeline", "tensor", "sequence", "expert")}
     axes["ranks with samples of their own"] = "sample_ranks"
     schedule = f"{config.model.schedule}, both kinds of blocks"
+    if config.model.mixers is not None:
+        schedule = f"mixers, {', '.join(dict.fromkeys(config.model.mixers))}"
     recomputes = "on" if plan.activation_checkpointing else "off"
     steps = plan.gradient_accumulation_steps
     covered = [

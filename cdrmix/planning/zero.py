@@ -65,6 +65,8 @@ def sequence_checkpoint_tokens(
     total = params_by_part(config.model).total()
     if config.model.kind == "hf" or not recompute or total < STAGED_PARAMS:
         return None, "not needed"
+    if config.model.mod is not None:
+        return None, "model.mod: a routed block chooses among all tokens of a sample at once"
     part = training.sequence_length // degrees.sequence
     span = min(SPAN_TOKENS, -(-part // 2))
     return span, (

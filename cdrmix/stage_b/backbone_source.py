@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint import plain_module, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.store import FoundCheckpoint
@@ -138,5 +138,5 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
     elsewhere = {parameter.name for parameter in parameters(config.model)} - here
     left = (name for name in checkpoint.names() if is_stage_b(name) or is_further(name))
     others = elsewhere.union(left)
-    engine_state.load_module(backbone, checkpoint, logical_name, others=others)
+    plain_module.load_module(backbone, checkpoint, logical_name, others=others)
     return backbone

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint import plain_module
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
 from cdrmix.errors import DataError, StateError
@@ -76,7 +76,7 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         assert isinstance(trained.model, Backbone), "a Hugging Face model has no Stage B"
         reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)
         reader.to(trained.model.device)
-        engine_state.load_module(reader, checkpoint, reader_logical_name)
+        plain_module.load_module(reader, checkpoint, reader_logical_name)
     return TrainedReader(trained, reader.eval(), lessons)
 
 

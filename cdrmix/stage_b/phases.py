@@ -25,8 +25,10 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import Phase, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
+from cdrmix.engines.routing import router_parts
 from cdrmix.engines.training_data import Corpus
 from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.moe import rows_of
 from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
@@ -186,7 +188,7 @@ def _backbone_losses(
     """Losses of the backbone without memory, on drills and plain text (nats per label), and the
     router's on plain text; None without experts."""
     losses = {}
-    router = None
+    router: Tensor | None = None
     weight = reader.backbone.embedding.weight
     if lesson.drills:
         questions, answers = zip(*lesson.drills, strict=True)
@@ -197,12 +199,14 @@ def _backbone_losses(
         labels = lesson.plain[:, 1:]
         nats = linear_cross_entropy(output.hidden, weight, labels)
         losses["replay"] = nats / labels.numel()
-        if model.moe is not None and output.router_statistics is not None:
-            moe = model.moe
+        if output.router_statistics is not None:
             per_token = output.router_statistics / labels.numel()
-            parts = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-            balance = moe.load_balance_weight * parts.load_balance
-            router = balance + moe.z_loss_weight * parts.z
+            for part, sizes in router_parts(model).items():
+                rows = rows_of(per_token, model, part)
+                parts = router_losses(rows, num_experts=sizes.num_experts, top_k=sizes.top_k)
+                balance = sizes.load_balance_weight * parts.load_balance
+                of_part = balance + sizes.z_loss_weight * parts.z
+                router = of_part if router is None else router + of_part
     return losses, router
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint import engine_state, plain_module
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import StateError
@@ -392,7 +392,7 @@ def logits_of_a_plain_model(root: str, layout: Layout) -> tuple[torch.Tensor, to
     assert found is not None
     with CheckpointFile(found.path) as reader:
         engine_state.load_engine(engine, reader, logical_name)
-        engine_state.load_module(module, reader, logical_name)
+        plain_module.load_module(module, reader, logical_name)
     with torch.no_grad():
         return engine(ids), module(ids)
 

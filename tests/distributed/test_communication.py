@@ -71,7 +71,7 @@ def exchanged(
     Of the second step: in the first one ZeRO-3 learns which modules follow.
     """
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

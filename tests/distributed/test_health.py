@@ -15,6 +15,7 @@ import torch
 
 from cdrmix.checkpoint.held_out import loss_of
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.objectives.language_model import HeadLoss
 from tests.equal_runs import assert_equal_runs, result_of
 from tests.harness import run_ranks
 from tests.layouts import Case, run_steps, wake_blocks
@@ -138,9 +139,9 @@ SPIKE, NOT_FINITE = 3.0, float("inf")
 def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> None:
     """Have this rank's loss be `factor` times what it is in batches that begin at such samples."""
     from cdrmix.data.loader import Loader
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import training_step
 
-    read, nats = Loader.next, stage_a.next_token_nats
+    read, losses = Loader.next, training_step.next_token_losses
     is_bad = False
 
     def note_and_read(loader: Loader) -> Any:
@@ -148,10 +149,10 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
         is_bad = first <= loader.samples_consumed <= last
         return read(loader)
 
-    def spoilt(*args: Any) -> torch.Tensor:
-        return nats(*args) * (factor if is_bad else 1.0)
+    def spoilt(*args: Any) -> HeadLoss:
+        return HeadLoss(*(each * (factor if is_bad else 1.0) for each in losses(*args)))
 
-    Loader.next, stage_a.next_token_nats = note_and_read, spoilt
+    Loader.next, training_step.next_token_losses = note_and_read, spoilt
 
 
 def pass_over(first: int, end: int) -> None:
@@ -272,16 +273,38 @@ def test_a_run_that_went_back_is_one_that_never_saw_the_window(
         assert record_of(tmp_path / name) == record
 
 
+def start_spoilt_and_note_rates(argv: list[str], factor: float, file: str) -> int:
+    """What a rank does that also writes the rates of each step's optimizer, a line a step."""
+    from cdrmix.engines import stage_a
+
+    original = stage_a.train_step
+
+    def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(engine, *args, **kwargs)
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        with open(f"{file}-{os.environ['RANK']}", "a") as lines:
+            lines.write(json.dumps(rates) + "\n")
+        return result
+
+    stage_a.train_step = noted
+    return start_spoilt(argv, factor)
+
+
 def test_a_spike_lowers_the_rate_of_all_later_steps_also_of_a_resumed_run(
     small_corpus: Path, tmp_path: Path
 ) -> None:
     settings = [*JUDGED_EARLY, "health.loss_spike.action=lower_rate"]
     settings += ["health.loss_spike.rate_factor=0.25", "training.schedule=constant"]
     whole = [*arguments(small_corpus, tmp_path / "whole"), *overrides(settings)]
-    assert run_ranks(start_spoilt, 2, whole, SPIKE) == [0, 0]
+    noted = str(tmp_path / "rates")
+    assert run_ranks(start_spoilt_and_note_rates, 2, whole, SPIKE, noted) == [0, 0]
     lines = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     full, lowered = 3e-3, 3e-3 * 0.25
-    assert [line["learning_rate"] for line in lines] == [full / 2, *[full] * 6, lowered]
+    expected_rates = [full / 2, *[full] * 6, lowered]
+    assert [line["learning_rate"] for line in lines] == expected_rates
+    for rank in range(2):
+        applied = [json.loads(line) for line in Path(f"{noted}-{rank}").read_text().splitlines()]
+        assert [set(rates) for rates in applied] == [{rate} for rate in expected_rates]
     assert [line.get("health/lowerings", 0) for line in lines] == [0] * 6 + [1] * 2
     (event,) = record_of(tmp_path / "whole")["events"]
     assert (event["action"], event["first_step"]) == ("lower_rate", 7)

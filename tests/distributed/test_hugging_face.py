@@ -90,13 +90,13 @@ FAULTS = [
 
 def plant(broken: str) -> None:
     """Put a fault into this process, in place of an earlier one."""
-    from cdrmix.engines import stage_a
+    from cdrmix.engines import routing
     from cdrmix.hf import model
     from cdrmix.hf.packing import Documents
     from cdrmix.optimizers import adamw
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "local statistics": (stage_a, "mean_over_ranks", lambda x, _: x),
+        "local statistics": (routing, "mean_over_ranks", lambda x, _: x),
         "head not counted": (
             *(model.Head, "forward"),
             lambda self, hidden, score: score(hidden, self._weight().detach()),
@@ -221,6 +221,42 @@ def test_frequencies_and_corrections_stay_float32(models: Path) -> None:
         assert not any(name.endswith(kept) for name in coarse), case
         # Nemotron-H has no rotary positions; Llama nothing else.
         assert fine, case
+
+
+# Matrices that Muon has in two layers, or in four of a kind each, by family and profile.
+MUON = {
+    Case("llama-tied", profile="zero3", optimizer="muon"): 2 * 7,
+    Case("mixtral", profile="zero2", optimizer="muon"): 2 * (4 + 4 * 3),  # gate and up are two
+    Case("nemotron_h", profile="zero3", optimizer="muon"): 2 + 2 + 4 + 4 * 2 + 2,
+}
+
+
+def muon_tables(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """Table of parameters of each case, behind a checked first step."""
+    from cdrmix.engines.optimizer_check import OptimizerCheck
+    from cdrmix.engines.stage_a_optimizer import parameter_table
+
+    quiet()
+    runtime.initialize_distributed()
+    found = []
+    for case in cases:
+        started = start(case, folder_of(root, case.family))
+        with OptimizerCheck().of_step(started.engine, started.config):
+            run_steps(started, count=1)
+        found.append(parameter_table(started.engine, started.config))
+        started.engine.destroy()
+    runtime.destroy_distributed()
+    return found
+
+
+def test_muon_takes_the_hidden_matrices_of_each_family(models: Path) -> None:
+    tables, _ = run_ranks(muon_tables, 2, models, list(MUON), preloaded=MODULES)
+    for (case, number), table in zip(MUON.items(), tables, strict=True):
+        matrices = sum(row.get("matrices", 0) for row in table.values())
+        assert matrices == number, (case, table)
+        words = ("embed", "lm_head", "norm", "gate.weight", "conv1d", "A_log", "bias")
+        others = {name for name in table if any(word in name for word in words)}
+        assert {table[name]["optimizer"] for name in others} == {"adamw"}, case
 
 
 LAST = 6

@@ -31,6 +31,14 @@ LATE = CUT | {
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": True}
+# Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
+MAMBA = {
+    "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
+    "routing_mamba": {"num_experts": 3, "load_balance_weight": 1.0},
+}
+# Mixture of Depths, with rates and weights that show: thresholds move by a part of a deviation.
+ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate": 1.0}}
+TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
 NEURON_NORM = {"neuron_norm": True}
 UNEVEN = {"num_kv_heads": 2}
 # A decay that the first steps come up to: (1 + n) / (10 + n) is larger from the fifth on.
@@ -99,11 +107,23 @@ LAYOUTS = [
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=2, accumulation=2, profile="pipeline"),
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=4, length=64, packed=True,
          profile="pipeline", optimizer="sgd", training=SPANS),
+    # layers listed one by one, experts in some of them, SwiGLU
+    Case(data=2, expert=2, accumulation=2, profile="zero2", mixed=True),
+    Case(data=2, tensor=2, sequence=2, expert=2, optimizer="sgd", mixed=True),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", mixed=True),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut", mixed=True),
     # labels that weigh differently, under every kind of head
     Case(data=2, expert=2, accumulation=2, optimizer="sgd", weighted=True),
     Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
     Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd", weighted=True),
     Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", weighted=True),
+    # Mixture of Depths
+    Case(data=2, expert=2, accumulation=2, profile="zero2", optimizer="sgd", model=ROUTED),
+    Case(data=2, tensor=2, model=ROUTED, packed=True, training=RECOMPUTED),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", model=ROUTED),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", model=ROUTED),
+    Case(data=2, expert=2, optimizer="sgd", model=TOPMOST, training=RECOMPUTED),
+    Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, model=TOPMOST),
     # objectives with means of their own, and a z-loss of the logits
     Case(data=2, expert=2, accumulation=2, optimizer="sgd", objectives=True),
     Case(data=2, tensor=2, sequence=2, packed=True, profile="zero2", objectives=True),
@@ -148,6 +168,12 @@ LAYOUTS = [
     Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
     Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
     Case(data=4, sequence=2, moe=False, profile="zero3_offload", training=RECOMPUTED),
+    # Mamba and Routing Mamba among other blocks
+    Case(data=2, expert=2, accumulation=2, profile="zero2", packed=True, model=MAMBA),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut", model=MAMBA),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="sgd",
+         packed=True, model=MAMBA, training=RECOMPUTED),
+    Case(data=2, packed=True, optimizer="sgd", model=MAMBA, training=SPANS),
     # Muon; with as many values as here, the ranks' shares end within matrices
     Case(data=2, expert=2, accumulation=2, optimizer="muon"),
     Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="muon"),
@@ -184,11 +210,15 @@ FAULTS = [
     Case(tensor=2, broken="partial tokens"),
     Case(tensor=2, broken="uncounted experts"),
     Case(tensor=2, expert=2, broken="uncounted experts"),
+    Case(tensor=2, broken="misplaced gates", mixed=True),
     Case(data=2, sequence=2, broken="local statistics"),
     Case(data=2, sequence=2, broken="local mean"),
     Case(data=2, sequence=2, broken="no halo"),
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
+    Case(data=2, moe=False, model=ROUTED, broken="local fractions"),
+    Case(data=2, moe=False, model=TOPMOST, broken="predictor loss is a sum"),
+    Case(data=2, model=ROUTED, broken="every token is counted as routed"),
     Case(data=2, profile="zero2", optimizer="muon", model=UNEVEN, broken="local matrices"),
     Case(data=2, moe=False, profile="zero3", optimizer="muon", zero=CUT, broken="local matrices"),
     Case(tensor=2, expert=2, optimizer="sgd", training=AVERAGED, broken="averages apart"),
@@ -209,6 +239,8 @@ FAULTS = [
         )
         for broken in ("further tokens across documents", "no token of the next rank")
     ),
+    Case(data=2, moe=False, broken="local statistics", model=MAMBA),
+    Case(packed=True, broken="window leaks", model=MAMBA, training=SPANS),
     *(
         Case(pipeline=2, profile="pipeline", broken=broken)
         for broken in (

@@ -21,7 +21,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.models.backbone import logical_name
 from tests.checkpoints import save_checkpoint
-from tests.distributed.test_layouts import AVERAGED, CUT, ON_HOST
+from tests.distributed.test_layouts import AVERAGED, CUT, ON_HOST, ROUTED
 from tests.harness import run_ranks
 from tests.layouts import STEPS, Case, Started, deviation, run_steps, start
 
@@ -41,6 +41,7 @@ SAVED = {
     "zero3_offload in bf16": Case(data=2, moe=False, profile="zero3_offload", training=BF16),
     "zero2_offload": Case(data=2, profile="zero2_offload", expert=2, training=AVERAGED),
     "zero2_offload in bf16": Case(data=2, profile="zero2_offload", expert=2, training=BF16),
+    "zero1 with thresholds": Case(data=2, moe=False, model=ROUTED),
     "zero1 offloaded": Case(data=2, zero=ON_HOST, accumulation=2),
 }
 # which run goes on where
@@ -53,6 +54,7 @@ MOVES = [
     ("zero3 in sub-groups", Case(moe=False, profile="zero3", training=AVERAGED)),
     ("zero3_offload", Case(data=2, moe=False, profile="zero2")),
     ("zero2_offload", Case(data=1, profile="zero1")),
+    ("zero1 with thresholds", Case(moe=False, model=ROUTED)),
 ]
 
 Ending = tuple[list[float], list[float], dict[str, float]]

@@ -249,6 +249,24 @@ def test_state_that_is_damaged_throughout_ends_with_3(
     assert "every checkpoint is damaged" in text
 
 
+def test_a_run_with_mamba_layers_goes_on_where_it_was_stopped(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    layers = ("--set", "model.transformer_fraction=0.25", "--set")
+    listed = (*layers, "model.mixers=[mamba, routing_mamba]")
+    argv = arguments(small_corpus, stopped, *listed)
+    assert run_ranks(train, 1, argv, "TERM", 4, 0) == [75]
+    assert run_ranks(train, 1, [*argv, "--resume", "auto"]) == [0]
+    assert run_ranks(train, 1, arguments(small_corpus, whole, *listed)) == [0]
+    assert_equal_runs(stopped, whole, steps=STEPS)
+    last = read_metrics(whole / "metrics.jsonl")[-1]
+    assert 0 < last["routing_mamba/routing_entropy_bits"] <= 3
+    evaluation = json.loads((whole / "metrics.json").read_text())["evaluation"]
+    assert [len(layer["utilisation"]) for layer in evaluation["mixers"]] == [8]
+    assert [layer["layer"] for layer in evaluation["mixers"]] == [1]
+
+
 def test_a_zero3_run_of_a_dense_model_goes_on_where_it_was_stopped(
     small_corpus: Path, tmp_path: Path
 ) -> None:

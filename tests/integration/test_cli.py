@@ -69,6 +69,17 @@ def test_the_installed_command_prints_nothing_but_its_json(trained: Path) -> Non
         assert here["utilisation"] == pytest.approx(there["utilisation"], abs=1e-3)
 
 
+def test_evaluate_asks_for_lines_of_held_out_documents(trained: Path) -> None:
+    words = ("evaluate", trained, "--suite", "infill", "--examples", "3")
+    header, *rows = cdrmix(*words).stdout.splitlines()
+    assert header.split()[:3] == ["order", "lines", "exact"]
+    assert [row.split()[:2] for row in rows] == [["PSM", "3"], ["SPM", "3"]]
+    found = json.loads(cdrmix(*words, "--json").stdout)["infill"]
+    assert [row["order"] for row in found] == ["psm", "spm"]
+    told = cdrmix(*words, "--max-tokens", "9", code=2).stderr
+    assert "--suite infill goes with --examples, --data, --base and --weights alone" in told
+
+
 def test_evaluate_shows_a_table_of_one_checkpoint(trained: Path) -> None:
     lines = cdrmix("evaluate", trained / "checkpoints" / "3", "--max-tokens", "128").stdout
     table, domains, routing = lines.split("\n\n")
@@ -145,6 +156,8 @@ def test_what_a_user_got_wrong_is_one_line(words: list[str | Path], told: str) -
         (["generate", "RUN", "--temperature", "-1"], "given -1, allowed is a number from 0"),
         (["generate", "RUN", "--max-new-tokens", "0"], "given 0, allowed is a number from 1"),
         (["generate", "RUN", "--memory", "--seed", "1"], "--seed go without --memory"),
+        (["generate", "RUN", "--memory", "--weights", "ema"], "--seed go without --memory"),
+        (["evaluate", "RUN", "--suite", "reasoning", "--weights", "ema"], "go with --suite text"),
         (["evaluate", "RUN", "--max-tokens", "many"], "invalid number value: 'many'"),
         (["evaluate"], "required: RUN_DIR"),
     ],

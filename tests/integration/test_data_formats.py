@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cdrmix.config.schema import MixtureConfig
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
 from cdrmix.corpus.encode import export_tars
+from cdrmix.corpus.inspection import read_report
 from cdrmix.corpus.recipe import StepConfig
 from cdrmix.corpus.source import SourceConfig, find_files
 from cdrmix.corpus.task_run import Task, TaskJob, read_record, run_task
 from cdrmix.data.document import ROLES, encoded, fields_of, joined
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.data.tokenizer_base import FIM_ROLES
 from cdrmix.errors import DataError
 from tests.unit.corpus.test_read import read, texts
 
@@ -73,7 +79,59 @@ def test_a_recipe_rearranges_training_documents_for_infilling(tmp_path: Path) ->
     assert sorted(texts(tmp_path / "tars")) == sorted(2 * given)
 
 
-def test_a_chain_of_thought_keeps_its_roles_beside_other_sources(tmp_path: Path) -> None:
+def cut_documents(rows: np.ndarray, folder: Path) -> int:
+    """Documents for infilling of which a sample has the beginning and not the end."""
+    tokenizer = load_tokenizer(folder)
+    marks = [tokenizer.role_id(role) for role in FIM_ROLES]
+    count = 0
+    for row in rows.tolist():
+        *_, last = "".join(map(chr, row)).split(chr(tokenizer.eos_id))
+        # A last label may be the first token of a document that begins with the next sample.
+        count += len(last) > 1 and any(chr(mark) in last for mark in marks)
+    return count
+
+
+def test_no_sample_cuts_a_document_for_infilling_that_was_placed_by_a_window(
+    tmp_path: Path,
+) -> None:
+    window = 96
+    given = [SENTENCE.format(n=n) * (1 + n % 6) for n in range(150)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in given)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    sources = [
+        {"name": name, "type": "local", "path": str(tmp_path / "rows.jsonl"), "domain": domain}
+        for name, domain in (("a", "code"), ("b", "code"), ("c", "prose"))
+    ]
+    found = {}
+    for tokens in (None, window):
+        fim = {"rate": 0.6, "span": "lines"} | ({"window_tokens": tokens} if tokens else {})
+        out = tmp_path / f"out{tokens}"
+        build_dataset(write_recipe(tmp_path, sources, fim=fim), out, workers=1)
+        verify_shards(out, read_manifest(out))
+        for length in (window, 2 * window, window // 2):
+            dataset = TokenDataset(out, "train", length)
+            found[tokens, length] = cut_documents(dataset.rows(np.arange(dataset.num_samples)), out)
+        mixed = MixedDataset(out, "train", window, MixtureConfig(phases=({"weights": None},)))
+        found[tokens, "mixed"] = cut_documents(mixed.rows(np.arange(mixed.num_samples)), out)
+        export_tars(out, tmp_path / f"tars{tokens}")
+        assert sorted(texts(tmp_path / f"tars{tokens}")) == sorted(3 * given)
+        counts = read_report(out)["fim"]
+        assert counts["drawn"] > counts["rearranged"] > 0 or tokens is None
+        assert counts.get("longer than the window", 0) > 0 or tokens is None
+        by_source = Counter()
+        for of_shard in read_manifest(out).source["shards"].values():
+            by_source.update(of_shard)
+        assert by_source.total() == sum(shard.documents for shard in read_manifest(out).shards)
+    assert [found[window, of] for of in (window, 2 * window, "mixed")] == [0, 0, 0]
+    # controls: documents that were not placed, and windows that they were not placed by
+    assert min(found[None, of] for of in (window, 2 * window, "mixed")) > 20
+    assert found[window, window // 2] > 20
+
+
+@pytest.mark.parametrize("fim", [{"rate": 1}, {"rate": 1, "window_tokens": 64}])
+def test_a_chain_of_thought_keeps_its_roles_beside_other_sources(
+    tmp_path: Path, fim: dict[str, int]
+) -> None:
     rows = [
         {"prompt": f"What is {n} + 1?", "thought": f"Count from {n}.\n", "answer": f"{n + 1}"}
         for n in range(40)
@@ -88,7 +146,7 @@ def test_a_chain_of_thought_keeps_its_roles_beside_other_sources(tmp_path: Path)
     common = {"type": "local", "domain": "maths"}
     chains = common | {"name": "chains", "path": str(tmp_path / "chains"), "chain_of_thought": {}}
     plain = common | {"name": "plain", "path": str(tmp_path / "plain.jsonl")}
-    recipe = write_recipe(tmp_path, [plain, chains], fim={"rate": 1})
+    recipe = write_recipe(tmp_path, [plain, chains], fim=fim)
     out = tmp_path / "out"
     build_dataset(recipe, out, workers=1)
     manifest, tokenizer = read_manifest(out), load_tokenizer(out)

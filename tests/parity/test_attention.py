@@ -5,9 +5,10 @@ import cmath
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.attention import Attention, AttentionState
+from cdrmix.models.attention import Attention, AttentionState, rotary_angles
 
 HEAD_DIM, THETA = 32, 10_000.0
 
@@ -74,3 +75,31 @@ def test_documents_and_a_carried_state_do_not_go_together() -> None:
     x, past = torch.zeros(1, 1, 32, dtype=torch.float64), torch.zeros(1, 1, 3, 32).double()
     with pytest.raises(ValueError, match="segment_ids"):
         attention(x, AttentionState(past, past), torch.zeros(1, 1, dtype=torch.int64))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_shared_heads_are_heads_repeated(num_kv_heads: int) -> None:
+    grouped, multi = random_attention(4, num_kv_heads).float(), random_attention(4, 4).float()
+    for name in ("query", "key", "value", "output"):
+        weight = getattr(grouped, name).weight
+        if name in ("key", "value"):
+            heads = weight.unflatten(0, (num_kv_heads, HEAD_DIM))
+            weight = heads.repeat_interleave(4 // num_kv_heads, dim=0).flatten(0, 1)
+        getattr(multi, name).weight.copy_(weight)
+    x = torch.randn(2, 17, 4 * HEAD_DIM)
+    found, expected = grouped(x)[0], multi(x)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    if num_kv_heads == 4:  # and that is multi-head attention as torch has it
+        assert torch.equal(found, expected)
+        query, key, value = (
+            getattr(multi, name)(x).unflatten(-1, (4, HEAD_DIM)).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        cos, sin = rotary_angles(torch.arange(17), HEAD_DIM, THETA, x.dtype)
+        query, key = (
+            heads * cos + torch.cat([-heads[..., 16:], heads[..., :16]], -1) * sin
+            for heads in (query, key)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        assert torch.equal(found, multi.output(mixed.transpose(1, 2).flatten(2)))

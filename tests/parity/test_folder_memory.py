@@ -118,7 +118,7 @@ def measured(cases: list[tuple[dict[str, Any], str]]) -> list[Found]:
 
 def measured_case(case: Case, folder: str) -> Found:
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

@@ -205,7 +205,7 @@ def test_router_statistics_are_counts(
     for router in model.routing.routers:
         router.register_forward_hook(lambda _, __, output: seen.append(output))
     output = model(ids, segment_ids=segments)
-    assert model.num_moe_layers == layers
+    assert model.num_routers == layers
     assert output.router_statistics is not None
     assert output.router_statistics.shape == (layers, 2 * moe.num_experts + 3)
     capacity = -(-ids.numel() * moe.top_k * 5 // (moe.num_experts * 4))  # at a factor of 1.25

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.stage_a import MicroStep, micro_step
+from cdrmix.engines.training_step import MicroStep, micro_step
 from cdrmix.evaluation.perplexity import evaluate
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy

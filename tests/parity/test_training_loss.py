@@ -18,7 +18,7 @@ from cdrmix.config.objectives import ObjectivesConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.document import KINDS
 from cdrmix.engines.combination import objective_of, own_weights
-from cdrmix.engines.stage_a import StepResult, train_step
+from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.moe import Router
 from cdrmix.objectives.language_model import sum_weights
@@ -139,9 +139,9 @@ def test_the_objective_is_cross_entropy_balance_and_z_loss_as_weighted(weighted:
     assert result.nats.item() / result.combination.tokens == pytest.approx(
         terms["nats"].item(), rel=2e-6
     )
-    assert result.router is not None
-    assert result.router.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
-    assert result.router.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
+    experts = result.routing.experts["ffn"]
+    assert experts.load_balance.item() == pytest.approx(terms["balance"].item(), rel=2e-6)
+    assert experts.z.item() == pytest.approx(terms["z"].item(), rel=2e-6)
 
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     for (name, parameter), gradient in zip(model.named_parameters(), wanted, strict=True):

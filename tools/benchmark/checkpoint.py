@@ -49,7 +49,7 @@ class Training(NamedTuple):
 def start_training(config: Config) -> Training:
     """After one step, so that the optimizer has all of its state."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

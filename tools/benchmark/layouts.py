@@ -72,7 +72,7 @@ def make_config(degrees: dict[str, int]) -> Config:
 def time_steps(name: str, out: Path) -> int:
     """Work of one rank: a step to warm up, then STEPS; rank 0 writes the seconds of all."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology, own_tokens
 

@@ -43,6 +43,8 @@ class Case:
     micro_batch: int = 1
     layers: int = 4
     moe: bool = True
+    mixed: bool = False  # layers listed, experts in every other one, SwiGLU
+    capacity: float | None = None  # of Mixture of Depths with predictors, in all blocks but one
     kv_heads: int | None = None
     checkpointing: bool = False
     span: int | None = None
@@ -53,6 +55,7 @@ class Case:
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    mixers: tuple[str, ...] | None = None  # block types of the layers
     mtp: str | None = None  # multi-token prediction of three tokens: linear, block or deepseek
     optimizer: str = "adamw"
     averaged: bool = False  # keeps an average of the weights
@@ -62,6 +65,8 @@ class Case:
         """Ranks that read samples of their own."""
         return self.world // (self.tensor * self.pipeline * self.sequence)
 
+
+MAMBA = ("rwkv", "mamba", "routing_mamba", "transformer")
 
 CASES = (
     Case("MoE"),
@@ -74,6 +79,14 @@ CASES = (
     Case("dense, grouped queries, long", moe=False, kv_heads=2, length=512),
     Case("dense, wide, checkpointing", moe=False, hidden=256, checkpointing=True),
     Case("dense, narrow, ZeRO-2", moe=False, hidden=64, profile="zero2"),
+    Case("MoE in some layers, SwiGLU", mixed=True, kv_heads=2),
+    Case("MoE in some layers, SwiGLU, 2 tensor ranks, checkpointing", mixed=True, world=2, tensor=2,
+         checkpointing=True),
+    Case("MoE, routed blocks", capacity=0.75, micro_batch=2),
+    Case("dense, routed blocks, checkpointing", moe=False, hidden=256, capacity=0.5,
+         checkpointing=True),
+    Case("MoE, bf16, routed blocks, 2 tensor ranks", precision="bf16", capacity=0.75, world=2,
+         tensor=2),
     Case("MoE, bf16, ZeRO-1", precision="bf16"),
     Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
     Case("MoE, 2 ranks, ZeRO-1", world=2),
@@ -114,6 +127,10 @@ CASES = (
          profile="zero2_offload"),
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
+    Case("Mamba, dense, long", moe=False, mixers=MAMBA, length=512),
+    Case("Mamba, bf16, checkpointing", precision="bf16", mixers=MAMBA, checkpointing=True),
+    Case("Mamba, spans, micro batch 2", mixers=MAMBA, length=512, checkpointing=True, span=64,
+         micro_batch=2),
     Case("MoE, linear heads of further tokens", mtp="linear"),
     Case("dense, bf16, heads of further tokens with blocks", moe=False, precision="bf16",
          mtp="block"),
@@ -144,7 +161,12 @@ CUDA_CASES = tuple(
 
 def make_config(case: Case) -> Config:
     """A whole configuration of a case; nothing of it is read from disk."""
-    experts = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    experts: dict[str, Any] = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    listed: dict[str, Any] = {}
+    if case.mixed:
+        experts["layers"] = list(range(1, case.layers, 2))
+        mixers = [f"rwkv*{case.layers - 1}", "transformer"]
+        listed = {"mixers": mixers, "ffn_activation": "swiglu"}
     return Config.model_validate(
         {
             "name": "memory",
@@ -155,6 +177,9 @@ def make_config(case: Case) -> Config:
                 "num_kv_heads": case.kv_heads,
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
+                "mod": case.capacity and {"capacity": case.capacity, "mode": "topk"},
+                **listed,
+                **({"mixers": case.mixers} if case.mixers else {}),
                 "mtp": case.mtp and _further_tokens(case.mtp),
             },
             "parallel": {
@@ -208,7 +233,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     """Measures the memory of this rank for a case; all its ranks call this."""
     from cdrmix.engines.combination import FurtherLabels
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
@@ -416,7 +441,7 @@ def predicted_peak(case: Case) -> int:
 def measured_peak(case: Case) -> int:
     """Peak of CUDA's allocator over two steps of this process, the only rank."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

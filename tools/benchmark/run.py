@@ -25,6 +25,7 @@ from typing import Any
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
+    muon_rows,
     policy_rows,
     registers_rows,
     retrieval_rows,
@@ -58,6 +59,21 @@ def wkv7_rows(result: dict[str, Any]) -> list[str]:
         whole = check["saved_bytes"]["chunk form left to autograd"]
         for form, size in check["saved_bytes"].items():
             rows.append(f"| {check['head_dim']} | {form} | {size / 1e6:.3f} | {size / whole:.3f} |")
+    return rows
+
+
+def mamba_rows(result: dict[str, Any]) -> list[str]:
+    """Speed of the scan's forms in a mixer, and of transformers' mixer."""
+    rows = [
+        "A forward and backward pass with 16 states, float32; transformers' mixer without kernels.",
+        "",
+        "| batch x tokens, width | form | ms CPU | times transformers' |",
+        "|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        size = f"{case['batch']} x {case['tokens']}, {case['width']}"
+        for form, time in case["milliseconds"].items():
+            rows.append(f"| {size} | {form} | {time:.1f} | {case['times_theirs'][form]:.1f} |")
     return rows
 
 
@@ -384,6 +400,7 @@ def quality_rows(result: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
     "step": ("Training step", step_rows),
+    "mamba": ("Mamba mixer", mamba_rows),
     "moe": ("MoE feed-forward", moe_rows),
     "loader": ("Loader", loader_rows),
     "data_filters": ("Data: steps on documents", filters_rows),
@@ -395,6 +412,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "train": ("make train", train_rows),
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
     "quality": ("Held-out loss beside peers, by optimizer and objective", quality_rows),
+    "muon": ("Muon beside AdamW", muon_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),

@@ -82,7 +82,7 @@ class _Kept:
 def measured(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """Stage of this rank, and what it holds; all ranks of a case call this."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import train_step
+    from cdrmix.engines.training_step import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 

@@ -53,7 +53,7 @@ def hugging_face(model: nn.Module) -> Callable:
 def ours(config: ModelConfig) -> Callable:
     """A step of the hybrid as the training loop takes it, with its router losses."""
     runtime.import_deepspeed()
-    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.engines.training_step import micro_step
     from cdrmix.models.backbone import Backbone
     from cdrmix.parallel.topology import ALONE
 

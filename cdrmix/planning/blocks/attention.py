@@ -42,6 +42,8 @@ class AttentionBlock(BlockType):
     def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
         """Cosine and sine of all positions, and the mask of documents."""
         angles = 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
+        if setting.is_gathered:  # each row has positions of its own
+            angles *= layout.micro_batch_size
         return angles + segment_mask_bytes(setting, layout)
 
     def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.config.model_parts import RoutingMambaConfig
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.parameter import Parameter
 
@@ -51,6 +52,8 @@ class Setting:
     device: Literal["cuda", "cpu"]
     wkv: WKVForm  # implementation of the WKV-7 op
     segments_documents: bool  # True if documents in a sample are kept apart
+    # True of tokens that are some of their sample, each row others; `sequence_length` counts them
+    is_gathered: bool = False
 
 
 class BlockType(ABC):
@@ -103,6 +106,10 @@ class BlockType(ABC):
     @abstractmethod
     def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Bytes of a block's state in decoding, for one sequence of `tokens` tokens."""
+
+    def router_sizes(self, model: ModelConfig) -> RoutingMambaConfig | None:
+        """Sizes of the mixer's router; None: it has none."""
+        return None
 
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int | None:
         """Bytes of a layer's exchange of heads for `tokens` tokens; None: heads cannot be split."""

@@ -1,7 +1,7 @@
 """Feed-forward of a block, dense or of experts, as planning sees it.
 
-Dense ones have two matrices and squared ReLU. A block type does not choose its feed-forward: the
-`model.moe` section does.
+A block type does not choose its feed-forward: `model.moe.layers` tells which are of experts, and
+`model.ffn_activation` the matrices, two with squared ReLU, three with SwiGLU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cdrmix.planning.parameter import Parameter
 
 def linears(model: ModelConfig) -> tuple[str, ...]:
     """Names of the matrices of a feed-forward, in the order of the module; the last leads out."""
-    return ("up", "down")
+    return ("gate", "up", "down") if model.ffn_activation == "swiglu" else ("up", "down")
 
 
 def feed_forward_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -65,7 +65,7 @@ def feed_forward_workspace(setting: Setting) -> int:
     """Bytes per token of temporary gradients in the backward pass of the largest feed-forward."""
     model = setting.model
     inner = []
-    if len(model.moe_layers()) < model.num_layers:
+    if model.has_dense_layers:
         inner.append(model.ffn_hidden_size)
     if model.moe is not None:
         inner.append(model.moe.top_k * model.moe.expert_hidden_size)
@@ -73,5 +73,5 @@ def feed_forward_workspace(setting: Setting) -> int:
 
 
 def _inner_activations(model: ModelConfig) -> int:
-    """Inner tensors that are saved: squared ReLU's input and output."""
-    return 2
+    """Inner tensors that are saved: inputs and output of the activation."""
+    return len(linears(model))

@@ -21,10 +21,13 @@ _HUGGING_FACE += ["model.num_kv_heads=4", "model.head_dim=32", "model.ffn_hidden
 _BASE = ["training.start_from=experiments/first"]
 _REPLAY = [*_BASE, "cpt.replay.source=/data/old"]
 # Keys that are allowed with another one only.
+# A reasoning variant without its Stage B, which such layers are refused in.
+_MAMBA = ["model.mixers=[mamba*2, routing_mamba*2]", "stage_b=null"]
 NEEDS = {
     **{path: _REPLAY for path in ENTRIES if path.startswith("cpt.")},
     **dict.fromkeys(("cpt", "cpt.replay", "cpt.replay.source"), _BASE),
     **{path: _HUGGING_FACE for path in ENTRIES if path.startswith(("model.lora", "model.path"))},
+    **{path: _MAMBA for path in ENTRIES if path.startswith(("model.mamba", "model.routing_mamba"))},
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
     "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],

@@ -33,6 +33,17 @@ def resumed(run: Path, *overrides: str, config: Path | None = None) -> Config:
     return config_of_start(config, overrides, run_dir=run, resume="auto")
 
 
+def test_an_average_of_the_weights_may_begin_and_end_with_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run")
+    with caplog.at_level(logging.INFO):
+        assert resumed(run, "training.ema_decay=0.99").training.ema_decay == 0.99
+    assert "training.ema_decay: null -> 0.99" in caplog.text
+    assert "warning" not in caplog.text, "the ranks tell what becomes of it"
+    assert "is dropped" in when_resumed("training.ema_decay")
+
+
 def test_a_new_run_needs_a_file(tmp_path: Path) -> None:
     for resume in ("never", "auto", str(tmp_path / "nowhere")):
         with pytest.raises(ConfigError, match="--config FILE: missing") as caught:

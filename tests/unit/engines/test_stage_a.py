@@ -13,7 +13,7 @@ from cdrmix.config.load import load_config
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.stage_a import Pretraining
+from cdrmix.engines.stage_a import Pretraining, _tokens_between
 from cdrmix.engines.training_data import Corpus
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.topology import ALONE
@@ -59,6 +59,16 @@ def test_samples_that_were_passed_over_are_not_counted_as_trained_on(tmp_path: P
         assert stage._samples_by_domain(run) == {
             f"data/domain/{name}/samples": counts[place] for place, name in enumerate(SIZES)
         }
+
+
+def test_an_average_of_the_weights_is_evaluated_within_the_same_tokens() -> None:
+    plain, averaged = (
+        load_config(CONFIG, [*SMALL, "training.max_steps=9", "evaluation.every_steps=100", *more])
+        for more in ([], ["training.ema_decay=0.9"])
+    )
+    read = _tokens_between(plain)
+    assert read == int(0.07 * 100 * plain.training.tokens_per_step)
+    assert read - 1 <= 2 * _tokens_between(averaged) <= read
 
 
 def test_without_a_mixture_of_several_domains_nothing_is_added(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import transformers
 from pydantic import ValidationError
 
 from cdrmix.config.lora_targets import LoraTargets
-from cdrmix.config.model import LoraConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.errors import ConfigError
 from cdrmix.hf import lora
 from cdrmix.hf.lora import adapters_in, add_adapters

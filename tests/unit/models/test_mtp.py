@@ -23,7 +23,7 @@ from cdrmix.engines.combination import (
     with_further_labels,
 )
 from cdrmix.engines.further_labels import FurtherLabels
-from cdrmix.engines.stage_a import StepResult, train_step
+from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.errors import ConfigError
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate

@@ -14,6 +14,7 @@ import yaml
 
 from cdrmix.config.load import shipped
 from cdrmix.errors import StateError
+from cdrmix.monitoring import report
 from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.plots import decimate
 from cdrmix.monitoring.report import write_report
@@ -204,6 +205,26 @@ def test_key_numbers_and_baselines_are_shown(finished):
         in page.text
     )
     assert "smoothed unigram 6.5918" in page.text
+
+
+def test_the_average_of_the_weights_has_a_tile_and_a_curve(tmp_path, finished, monkeypatch):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    lines = (folder / "metrics.jsonl").read_text()
+    lines = lines.replace('"eval/loss": ', '"eval/ema_loss": 3.5, "eval/loss": ')
+    (folder / "metrics.jsonl").write_text(lines)
+    summary = json.loads((folder / "metrics.json").read_text())
+    summary["ema_evaluation"] = summary["evaluation"] | {"loss": 3.0777}
+    write_json_atomic(folder / "metrics.json", summary)
+    drawn, plot = {}, report.plot
+
+    def noted(title, unit, name, curves, *rest, **given):
+        drawn.update({curve.label: curve.values.tolist() for curve in curves})
+        return plot(title, unit, name, curves, *rest, **given)
+
+    monkeypatch.setattr(report, "plot", noted)
+    assert "Loss of the average 3.0777 nats per token" in report_of(folder)[1].text
+    assert drawn["validation of the average"] == [3.5, 3.5, 3.5, 3.0777]
+    assert "Loss of the average" not in finished[1].text
 
 
 def test_the_time_is_that_of_the_goodput_or_else_named_as_training_alone(tmp_path):

@@ -104,10 +104,12 @@ def plain_losses(
     nats = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")  # 0 if ignored
     squares = logits.exp().sum(-1).log().square() * valid
     assert weights.nats is not None and weights.squares is not None and weights.sums is not None
+    loss = (weights.nats * nats + weights.squares * squares).sum()
     return HeadLoss(
-        (weights.nats * nats + weights.squares * squares).sum(),
+        loss,
         torch.einsum("bt,bts->s", nats, weights.sums.double()),
         torch.einsum("bt,bts->s", squares, weights.sums.double()),
+        loss.reshape(1),
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
-from cdrmix.config.model import LoraConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.model_parts import LoraConfig
 from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.errors import ConfigError, DataError, PlanError
 from cdrmix.planning.counts import count, forward_flops_by_layer, parameters, trained_params

@@ -17,12 +17,15 @@ from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_divisors
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+REASON_TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
 LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 SPANS = (
     "training.activation_checkpointing=true",
     "training.sequence_checkpoint_tokens=64",
 )
+MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
+ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -41,6 +44,12 @@ def layout(
         settings["pipeline"] = pipeline_section
     world = given.world_size if world_size is None else world_size
     return Combination(load_config(TINY, overrides), given, settings, "profile.json", world, device)
+
+
+def reasoning(*overrides: str) -> Combination:
+    """Combination of the tiny reasoning config, under the name of the other."""
+    config = load_config(REASON_TINY, overrides)
+    return replace(layout(), config=config.model_copy(update={"name": TINY.stem}))
 
 
 _FOLDERS = TemporaryDirectory(prefix="cdrmix-rules-")
@@ -143,7 +152,27 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ),
     ("expert-divides-tensor", layout(data=2, expert=4), layout(data=2, tensor=2, expert=4)),
     ("experts-of-a-dense-model", layout("model.moe=null", data=2, expert=2), layout(data=2)),
+    ("experts-of-a-dense-model", layout(*ROUTING_MAMBA, data=2, expert=2), layout(*MAMBA, data=2)),
+    ("block-types-with-tensor-unavailable", layout(*MAMBA, tensor=2), layout(tensor=2)),
+    (
+        "block-types-with-sequence-unavailable",
+        layout(*MAMBA, data=2, sequence=2),
+        layout(*MAMBA, data=2),
+    ),
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
+    (
+        "stage-without-experts",
+        layout("model.moe.layers=[0, 1]", pipeline=2),
+        layout("model.moe.layers=[0, 3]", pipeline=2),
+    ),
+    *(
+        (
+            f"block-types-with-{axis}-unavailable",
+            layout("model.mixers=[mamba*4]", **degrees),
+            layout("model.mixers=[rwkv*4]", **degrees),
+        )
+        for axis, degrees in (("tensor", {"tensor": 2}), ("sequence", {"data": 2, "sequence": 2}))
+    ),
     ("batch-divides", layout(data=3), layout("training.global_batch_size=9", data=3)),
     (
         "batch-divides",
@@ -160,6 +189,17 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "hf-in-spans",
         hf(layout(*SPANS)),
         layout(*SPANS),
+    ),
+    (
+        "mod-with-sequence-unavailable",
+        layout("model.mod.capacity=0.5", data=2, sequence=2),
+        layout("model.mod.capacity=0.5", data=2, tensor=2),
+    ),
+    ("mod-in-spans-unavailable", layout("model.mod.capacity=0.5", *SPANS), layout(*SPANS)),
+    (
+        "mod-in-stage-b-unavailable",
+        reasoning("model.mod.capacity=0.5"),
+        reasoning("model.mod.capacity=0.5", "training.stage=a"),
     ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (

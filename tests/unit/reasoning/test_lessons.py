@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.checkpoint.fragments import part_of
-from cdrmix.config.model import MoEConfig
+from cdrmix.config.model_parts import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
 from cdrmix.models.initialize import normal_

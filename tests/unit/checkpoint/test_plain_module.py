@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.engine_state import load_module
+from cdrmix.checkpoint.plain_module import load_module
 from cdrmix.errors import StateError
 from tests.checkpoints import save_checkpoint, whole
 

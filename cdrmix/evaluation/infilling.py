@@ -1,0 +1,227 @@
+"""Single-line infilling on held-out documents: a line is left out, and written by the model.
+
+The line is asked for in both orders of training, prefix first (PSM) and suffix first (SPM), and
+decoded greedily. The control asks again with the suffix of another document: a model that reads
+what comes behind the gap must do worse there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cdrmix.data.document import FimOrder, arranged, draw_by_key, encoded_parts, fields_of
+from cdrmix.data.fim_span import line_starts
+from cdrmix.data.shards import read_manifest
+from cdrmix.data.token_dataset import Permutation, TokenStream
+from cdrmix.data.tokenizer import Tokenizer
+from cdrmix.data.tokenizer_base import FIM_ROLES
+from cdrmix.errors import DataError
+from cdrmix.models.backbone import LanguageModel
+from cdrmix.models.generate import generate
+
+ORDERS: tuple[FimOrder, ...] = ("psm", "spm")
+NUM_EXAMPLES = 100
+# Tokens beyond those of the line, which may be written in other pieces, and its end.
+_MORE_TOKENS = 4
+_NUM_RESAMPLES = 1_000
+_INTERVAL = (2.5, 97.5)  # percentiles
+# Fixed, so that evaluations of different runs read the same documents.
+_ORDER_KEY = (0,)
+
+
+class Example(NamedTuple):
+    """A held-out line, and what is around it, in tokens."""
+
+    prefix: list[int]
+    suffix: list[int]
+    line: str
+    num_tokens: int  # of the line
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """Lines that were written exactly, of one order.
+
+    Attributes:
+        examples: lines asked for (count).
+        exact: share written as they are, but for blanks at the end.
+        low, high: 95 % interval of that share, by bootstrap over the documents.
+        other_suffix: share with the suffix of another document; the control.
+    """
+
+    order: FimOrder
+    examples: int
+    exact: float
+    low: float
+    high: float
+    other_suffix: float
+
+
+def infilling_table(rows: Sequence[Infilling], *, as_json: bool) -> str:
+    """Returns the results as lines of text for a person, or as one JSON object."""
+    if as_json:
+        return json.dumps({"infill": [asdict(row) for row in rows]})
+    lines = ["order  lines  exact  95 % interval  suffix of another"]
+    lines += [
+        f"{row.order.upper():5}  {row.examples:5,}  {row.exact:5.3f}  {row.low:5.3f} to "
+        f"{row.high:5.3f}  {row.other_suffix:17.3f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def held_out_documents(folder: Path) -> list[NDArray[np.int64]]:
+    """Tokens of each document of the validation split of a built folder, without their EOS.
+
+    They are held out whole and never rearranged. Raises DataError if a shard cannot be read.
+    """
+    manifest = read_manifest(folder)
+    shards = [shard for shard in manifest.shards if shard.split == "validation"]
+    num_tokens = sum(shard.tokens for shard in shards)
+    tokens = TokenStream(folder, shards, manifest.dtype).rows([0], num_tokens)[0]
+    ends = np.flatnonzero(tokens == manifest.eos_id)
+    return [piece[:-1] for piece in np.split(tokens, ends + 1)[:-1]]
+
+
+def line_examples(
+    documents: Sequence[Sequence[int] | NDArray[np.int64]],
+    tokenizer: Tokenizer,
+    *,
+    num_examples: int,
+    window: int,
+) -> list[Example]:
+    """Draws a line of each of up to `num_examples` documents, the same ones each time.
+
+    A line is not blank and not the last one. Around it are as many lines as fit with it into
+    `window` tokens, as many behind as before; documents where none fits are passed over.
+    """
+    examples: list[Example] = []
+    if not len(documents):
+        return examples
+    num_prefix = len(tokenizer.document_prefix)
+    for number in Permutation(len(documents), _ORDER_KEY)(np.arange(len(documents))).tolist():
+        ids = [int(token) for token in documents[number]]
+        if fields_of(ids, tokenizer) is not None:  # a chain of thought is not infilled
+            continue
+        text = tokenizer.decode(ids[num_prefix:])
+        starts = line_starts(text)
+        if starts[-1] != len(text):
+            starts.append(len(text))
+        # Of line n, starts[n] to starts[n + 1]; the last one has nothing behind it.
+        lines = [n for n in range(len(starts) - 2) if text[starts[n] : starts[n + 1]].strip()]
+        if not lines:
+            continue
+        line = lines[int(draw_by_key(str(number), "infilled line") * len(lines))]
+        if (example := _around(text, starts, line, tokenizer, window)) is not None:
+            examples.append(example)
+        if len(examples) == num_examples:
+            break
+    return examples
+
+
+def _around(
+    text: str, starts: list[int], line: int, tokenizer: Tokenizer, window: int
+) -> Example | None:
+    """The example with the most lines on either side that fits; None if not even one does."""
+    begin, end = starts[line], starts[line + 1]
+    roles = len(FIM_ROLES) + len(tokenizer.prefix_ids) + _MORE_TOKENS
+
+    def with_lines(radius: int) -> Example | None:
+        first = starts[max(0, line - radius)]
+        last = starts[min(len(starts) - 1, line + 1 + radius)]
+        span = (begin - first, end - first)
+        prefix, middle, suffix = encoded_parts(text[first:last], span, tokenizer)
+        if len(prefix) + len(middle) + len(suffix) + roles > window:
+            return None
+        return Example(prefix, suffix, text[begin:end], len(middle))
+
+    found = None
+    # A line has a token at least, so that no more than these fit.
+    low, high = 1, min(window, max(line, len(starts) - 2 - line))
+    while low <= high:
+        radius = (low + high) // 2
+        if (example := with_lines(radius)) is None:
+            high = radius - 1
+        else:
+            found, low = example, radius + 1
+    return found
+
+
+def evaluate_infilling(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[Sequence[int] | NDArray[np.int64]],
+    *,
+    num_examples: int = NUM_EXAMPLES,
+    window: int,
+) -> list[Infilling]:
+    """Measures how many left-out lines a model writes exactly, in each order.
+
+    Args:
+        model: whole, on one device.
+        documents: tokens of held-out documents in their own order, without EOS.
+        num_examples: most lines, each of another document (count).
+        window: tokens that the model was trained on at a time.
+    Raises:
+        DataError: if the tokenizer has no tokens for infilling, or fewer than two documents have a
+            line to leave out.
+    """
+    if missing := [role for role in FIM_ROLES if role not in tokenizer.roles]:
+        raise DataError(
+            f"infilling cannot be evaluated: the tokenizer has no token for {', '.join(missing)}, "
+            "so that the model was not trained to infill. Evaluate one whose data set was built "
+            "with fim (docs/data.md)"
+        )
+    examples = line_examples(documents, tokenizer, num_examples=num_examples, window=window)
+    if len(examples) < 2:
+        raise DataError(
+            f"infilling cannot be evaluated: of {len(documents)} held-out documents "
+            f"{len(examples)} have a line that fits with its neighbours into {window} tokens, and "
+            "2 are needed. "
+            "Give --data with more documents"
+        )
+    others = [*examples[1:], examples[0]]
+    # The same number of tokens at most, so that the prompt stays within the window.
+    replaced = [
+        each._replace(suffix=other.suffix[: len(each.suffix)])
+        for each, other in zip(examples, others, strict=True)
+    ]
+    rows = []
+    for order in ORDERS:
+        right = [_is_written(model, tokenizer, example, order) for example in examples]
+        control = [_is_written(model, tokenizer, example, order) for example in replaced]
+        low, high = _bootstrap(right)
+        exact, other = (sum(each) / len(examples) for each in (right, control))
+        rows.append(Infilling(order, len(examples), exact, low, high, other))
+    return rows
+
+
+def _is_written(
+    model: LanguageModel, tokenizer: Tokenizer, example: Example, order: FimOrder
+) -> bool:
+    """Tells if the likeliest tokens are the line, but for blanks at its end."""
+    prompt = arranged(example.prefix, example.suffix, tokenizer, order)
+    ids = torch.tensor([[*tokenizer.prefix_ids, *prompt]], device=model.device)
+    most = example.num_tokens + _MORE_TOKENS
+    eos_id = tokenizer.eos_id
+    new = generate(model, ids, max_new_tokens=most, temperature=0, seed=0, stop_id=eos_id)
+    tokens = (token for token in new[0].tolist() if token != eos_id)
+    written = tokenizer.decode(tokens, continues=bool(example.prefix))
+    return written.rstrip() == example.line.rstrip()
+
+
+def _bootstrap(right: Sequence[bool]) -> tuple[float, float]:
+    """Interval of the share of true ones, by drawing as many again, with replacement."""
+    count = len(right)
+    # The number of true ones among such draws is binomial.
+    draws = np.random.default_rng(0).binomial(count, sum(right) / count, size=_NUM_RESAMPLES)
+    low, high = np.percentile(draws / count, _INTERVAL)
+    return float(low), float(high)

@@ -1,0 +1,96 @@
+"""Every registered block type: its two halves agree, and its planning half needs no torch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.config.schema import Config
+from cdrmix.models.block import Block
+from cdrmix.models.mixer import Mixer
+from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.counts import block_parameters, count
+
+CONFIGS = shipped("model_configs")
+FAMILY = load_config(CONFIGS / "cdrmix-moe5b.yaml")
+# attention's keys and values grow with the tokens; the other states do not
+FIXED = sorted(set(BLOCK_TYPES) - {"transformer"})
+
+
+def all_of(kind: str) -> ModelConfig:
+    tiny = load_config(CONFIGS / "cdrmix-core-tiny.yaml", [f"model.mixers=[{kind}*4]"])
+    return tiny.model
+
+
+def family(*overrides: str) -> Config:
+    return load_config(CONFIGS / "cdrmix-moe5b.yaml", overrides)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_both_halves_of_a_type_agree(kind: str) -> None:
+    model, planned = all_of(kind), block_type(kind)
+    with torch.device("meta"):
+        block = Block(model, 1)
+    assert isinstance(block.mixer, Mixer)
+    assert block.mixer.carries_state == planned.carries_state
+    assert (block.mixer.state_type is not None) == planned.carries_state
+    assert (block.ffn_shift is not None) == planned.shifts_channels
+    built = {
+        name: tuple(each.shape)
+        for name, each in block.named_parameters()
+        if name.startswith("mixer.")
+    }
+    listed = {each.name: each.shape for each in planned.parameters(model, 1)}
+    assert list(built.items()) == list(listed.items()), "shapes, and the order of the module"
+    for name in planned.adapted:
+        assert isinstance(block.mixer.get_submodule(name), torch.nn.Linear)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_a_type_that_can_be_cut_says_where(kind: str) -> None:
+    planned = block_type(kind)
+    if "tensor" in planned.refused_axes:
+        assert planned.refused_axes["tensor"]
+        return
+    cuts = [each for each in block_parameters(all_of(kind), 1) if each.name.startswith("mixer.")]
+    assert all((each.cut is None) == each.is_partial for each in cuts)
+    # the one map out of the region, whose products are summed
+    assert "mixer.output.weight" in [each.name for each in cuts if each.cut == 1]
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_a_state_of_fixed_size_does_not_grow(kind: str) -> None:
+    planned, model = block_type(kind), all_of(kind)
+    assert planned.state_bytes(model, 10, 2) == planned.state_bytes(model, 10_000, 2) > 0
+
+
+def test_planning_reads_every_type_without_torch() -> None:
+    code = (
+        "import sys; from cdrmix.config.model import BLOCK_TYPES; "
+        "from cdrmix.planning.blocks.block_type import block_type; "
+        "[block_type(kind) for kind in BLOCK_TYPES]; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_family_is_of_the_size_it_states() -> None:
+    counts = count(FAMILY.model, FAMILY.training.sequence_length)
+    assert counts.total_params == pytest.approx(6.07e9, rel=0.005)
+    assert counts.active_params == pytest.approx(1.67e9, rel=0.005)
+    layers = FAMILY.model.layer_kinds()
+    assert [n for n, kind in enumerate(layers) if "mamba" in kind] == list(range(5, 32, 4))
+    assert [n for n, kind in enumerate(layers) if kind == "routing_mamba"] == [9, 17, 25]
+    assert FAMILY.model.moe_layers() == tuple(n for n in range(32) if n % 4 in (2, 3))
+    # the figure is sharp enough to notice an expert more in each layer
+    more = family("model.moe.num_experts=17").model
+    assert count(more, 2048).total_params != pytest.approx(6.07e9, rel=0.005)
+
+
+def test_the_tiny_form_has_the_same_layers() -> None:
+    tiny = load_config(CONFIGS / "cdrmix-moe5b-tiny.yaml").model
+    assert tiny.layer_kinds() == FAMILY.model.layer_kinds()
+    assert tiny.moe_layers() == FAMILY.model.moe_layers()
+    assert tiny.ffn_activation == FAMILY.model.ffn_activation
