@@ -49,6 +49,13 @@ class Speculated(NamedTuple):
         return [right / max(1, all) for right, all in zip(self.accepted, self.guessed, strict=True)]
 
 
+class _Place(NamedTuple):
+    """How far the rows of a group are."""
+
+    known: int  # tokens
+    covered: int  # of them, by the state
+
+
 class _Group(NamedTuple):
     """Rows that have as many tokens each, and states after as many."""
 
@@ -76,25 +83,23 @@ def speculate(
     was_training = model.training
     model.eval()
     decoding = _Decoding(model, input_ids, max_new_tokens, stop_id)
-    # By tokens that the state covers and tokens known. The shortest rows go on, and meet others.
     start = _Group(
         torch.arange(len(input_ids), device=input_ids.device),
         None,
         decoding.further.start_drafting(),
         input_ids[:, :0],
     )
-    # Rows of routed blocks differ in the keys that they have, and do not meet.
-    meets = not model.config.routed_layers()
-    waiting = {(0, input_ids.shape[1]): [start]} if max_new_tokens > 0 else {}
+    # The shortest rows go on, and meet others that have states of the same sizes after as many
+    # tokens; blocks that let tokens pass may have kept other numbers of them.
+    waiting: dict[tuple[_Place, Any], _Group] = {}
+    if max_new_tokens > 0:
+        waiting[_Place(input_ids.shape[1], 0), None] = start
     while waiting:
-        place = min(waiting, key=lambda place: (place[1], place[0]))
-        groups = waiting.pop(place)
-        for reached, group in (each for of in groups for each in decoding.go_on(*place, of)):
-            others = waiting.setdefault(reached, [])
-            if others and meets:
-                others[0] = _map(_joined, others[0], group)
-            else:
-                others.append(group)
+        key = min(waiting, key=lambda key: key[0])
+        for place, group in decoding.go_on(key[0], waiting.pop(key)):
+            reached = (place, _sizes(group.state))
+            met = waiting.get(reached)
+            waiting[reached] = group if met is None else _map(_joined, met, group)
     model.train(was_training)
     return decoding.result()
 
@@ -120,10 +125,9 @@ class _Decoding:
         """Likeliest tokens, [..., D] -> [...]."""
         return self.model.logits(scored).float().argmax(-1)
 
-    def go_on(
-        self, covered: int, known: int, group: _Group
-    ) -> list[tuple[tuple[int, int], _Group]]:
+    def go_on(self, place: _Place, group: _Group) -> list[tuple[_Place, _Group]]:
         """Runs one pass of a group; gives its rows that go on, by the places that they reach."""
+        known, covered = place
         # The last token of a pass is known without a guess.
         guesses = group.guesses[:, : self.length - known - 1]
         if group.state is not None and known - covered > _MOST_PENDING:
@@ -135,9 +139,9 @@ class _Decoding:
         best = self.choose(output.hidden[:, last:])  # [R, d + 1]
         right = (best[:, :ahead] == guesses).long().cumprod(1).sum(1)  # [R]
         self.passes += len(right)
-        for place in range(ahead):
-            self.guessed[place] += len(right)
-            self.accepted[place] += int((right > place).sum())
+        for number in range(ahead):
+            self.guessed[number] += len(right)
+            self.accepted[number] += int((right > number).sum())
         found = []
         for number in right.unique().tolist():
             new = best[:, : number + 1]
@@ -161,7 +165,7 @@ class _Decoding:
             ahead_of, drafts = self.further.draft(
                 hidden, behind, chosen.drafts, self.choose, self.model.embedding
             )
-            reached = (known + number if whole else covered, known + number + 1)
+            reached = _Place(known + number + 1, known + number if whole else covered)
             found.append((reached, chosen._replace(drafts=drafts, guesses=ahead_of)))
         return found
 
@@ -180,6 +184,17 @@ class _Decoding:
         return Speculated(tokens, self.passes, num_tokens, self.guessed, self.accepted)
 
 
+def _sizes(tree: Any) -> Any:
+    """Sizes of the tensors of a state without that of the rows, and its numbers."""
+    if tree is None or isinstance(tree, int):
+        return tree
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape[1:])
+    if dataclasses.is_dataclass(tree):
+        tree = [getattr(tree, each.name) for each in dataclasses.fields(tree)]
+    return tuple(_sizes(part) for part in tree)
+
+
 def _joined(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first, second])
 
@@ -187,7 +202,7 @@ def _joined(first: Tensor, second: Tensor) -> Tensor:
 def _map(change: Callable[..., Tensor], *trees: Any) -> Any:
     """Applies `change` to the tensors of nested tuples, lists and dataclasses of one structure."""
     first = trees[0]
-    if first is None or isinstance(first, int):  # a count, the same in all
+    if first is None or isinstance(first, int):  # a count of tokens, which rows of a group share
         return first
     if isinstance(first, Tensor):
         return change(*trees)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdrmix.config.load import load_config
+from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import next_targets, split_documents
@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "block": {"kind": "independent", "num_tokens": 3, "head": "block"},
     "deepseek": {"kind": "deepseek", "num_tokens": 4},
 }
+MOE5B_TINY = shipped("model_configs") / "cdrmix-moe5b-tiny.yaml"
 EOS = 0
 MODULUS = 31
 
@@ -381,6 +382,22 @@ def test_guessing_ahead_gives_the_text_of_plain_decoding(trained: tuple[Backbone
         assert torch.equal(found.tokens, plain)
         held.append(max(found.acceptance))
     assert sum(held) / len(held) < 0.05, held
+
+
+def test_states_of_every_block_type_are_kept_where_guesses_were_wrong() -> None:
+    """Mamba, attention and experts, and blocks that keep another number of tokens in each row."""
+    config = load_config(MOE5B_TINY, ["model.vocab_size=512"])
+    model = Backbone(config.model)
+    model.initialize(seed=0)
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=source))
+    prompts = torch.randint(0, 512, (6, 7), generator=source)
+    plain = generate(model, prompts, max_new_tokens=24, temperature=0, seed=0)
+    found = speculate(model, prompts, max_new_tokens=24)
+    assert torch.equal(found.tokens, plain)
+    assert len({tuple(row) for row in plain.tolist()}) == 6
 
 
 def test_the_text_ends_where_it_is_told() -> None:
