@@ -79,8 +79,9 @@ def weights_after(engine: Any) -> tuple[list[list[Any]], list[float]]:
             each.chunk(runtime.world_size())[runtime.rank()].chunk(accumulation)
             for each in samples(step)
         )
+        kind = next(engine.module.parameters()).dtype
         for inputs, targets in zip(x, y, strict=True):
-            engine.backward(engine(inputs, targets))
+            engine.backward(engine(inputs.to(kind), targets.to(kind)))
             engine.step()
         norms.append(float(engine.get_global_grad_norm()))
     import deepspeed
@@ -92,7 +93,11 @@ def weights_after(engine: Any) -> tuple[list[list[Any]], list[float]]:
     return found, norms
 
 
-def ours(stage: int, accumulation: int, host: int) -> tuple[list[list[Any]], list[float]]:
+def ours(
+    stage: int, accumulation: int, host: int, *, is_fp16: bool = False
+) -> tuple[list[list[Any]], list[float]]:
+    from deepspeed.accelerator import get_accelerator
+
     from cdrmix.engines.stage_a_optimizer import join
     from cdrmix.optimizers.muon import Muon
 
@@ -110,14 +115,18 @@ def ours(stage: int, accumulation: int, host: int) -> tuple[list[list[Any]], lis
     ]
     optimizer = Muon(groups, OptimizerConfig(kind="muon", scale="spectral"), training)
     deepspeed = runtime.import_deepspeed()
+    given = settings(stage, accumulation, host)
+    if is_fp16:  # which DeepSpeed 0.19.8 refuses on CPUs, where torch computes it all the same
+        get_accelerator().is_fp16_supported = lambda: True
+        given["fp16"] = {"enabled": True, "loss_scale": 1024}
     with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings(stage, accumulation, host)
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
     join(engine, optimizer, config)
     for group in engine.optimizer.param_groups:
         group["lr"] = RATE
     found = weights_after(engine)
+    matrices = optimizer.history()["norms"]
+    assert all(0 < ours <= whole for ours, whole in zip(matrices, found[1], strict=True))
     own = torch.tensor(float(optimizer.newton_schulz.matrices))
     assert runtime.all_reduce_sum(own) == STEPS * (2 + EXPERTS), "once a step, on one rank"
     return found
@@ -150,6 +159,7 @@ def deepspeeds_own() -> list[list[Any]]:
 def compare() -> dict[str, Any]:
     runtime.initialize_distributed()
     found = {str(case): ours(*case) for case in CASES}
+    found["fp16"] = ours(2, 1, 0, is_fp16=True)
     theirs = deepspeeds_own() if runtime.world_size() == 2 else None
     runtime.destroy_distributed()
     return {"ours": found, "theirs": theirs}
@@ -192,6 +202,10 @@ def largest(found: list[list[Any]], right: list[Tensor]) -> float:
 def test_every_stage_and_the_host_equal_a_plain_form(world: int) -> None:
     (found, *_) = run_ranks(compare, world)
     right, norms = plain(CLIPPING)
+    # Under a loss scale of 1024, with which the norms would be off by that.
+    weights, reported = found["ours"].pop("fp16")
+    assert largest(weights, right) < 5e-3
+    assert reported == pytest.approx(norms, rel=1e-2)
     for case, (weights, reported) in found["ours"].items():
         assert largest(weights, right) < 1e-6, case
         # The true norm of all gradients, before anything is clipped or orthogonalised.
@@ -213,6 +227,8 @@ def planted(fault: str) -> str | None:
     case = CASE
     if fault == "bf16":
         case = replace(CASE, training={"precision": "bf16"})
+    if fault == "blockwise":
+        case = Case(tensor=2, optimizer="muon", model=SMALL, settings={"tensor": "blockwise"})
     if fault == "neuron norm":
         case = replace(CASE, settings={"neuron_norm": True, "newton_schulz": "quintic"})
     takes_muon = groups.takes_muon
@@ -262,10 +278,10 @@ FAULTS = {
 }
 
 
-def plant_all() -> dict[str, str | None]:
+def plant_all(faults: list[str]) -> dict[str, str | None]:
     runtime.initialize_distributed()
     wake_blocks()
-    found = {fault: planted(fault) for fault in FAULTS}
+    found = {fault: planted(fault) for fault in faults}
     runtime.destroy_distributed()
     return found
 
@@ -273,7 +289,7 @@ def plant_all() -> dict[str, str | None]:
 def test_the_check_of_the_first_step_notices_faults() -> None:
     import re
 
-    for found in run_ranks(plant_all, 2):
+    for found in run_ranks(plant_all, 2, list(FAULTS)):
         for fault, pattern in FAULTS.items():
             message = found[fault]
             if pattern is None:
@@ -281,6 +297,11 @@ def test_the_check_of_the_first_step_notices_faults() -> None:
             else:
                 assert message is not None, fault
                 assert re.search(pattern, message), message
+
+
+def test_tensor_ranks_orthogonalise_their_parts_where_that_is_asked_for() -> None:
+    # In processes of its own: DeepSpeed keeps one layout of tensor ranks for a process.
+    assert run_ranks(plant_all, 2, ["blockwise"]) == [{"blockwise": None}] * 2
 
 
 # With experts: several rows of one stack are on a rank, each with an owner of its own.

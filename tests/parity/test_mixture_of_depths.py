@@ -15,6 +15,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
+from cdrmix.models.generate import generate
 from cdrmix.models.mixture_of_depths import (
     Decision,
     DepthRouter,
@@ -22,6 +23,7 @@ from cdrmix.models.mixture_of_depths import (
     num_chosen,
     routed_blocks,
 )
+from cdrmix.models.speculate import speculate
 from cdrmix.objectives.depth import DepthMonitors, depth_monitors, predictor_loss
 from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import ALONE
@@ -325,3 +327,18 @@ def test_a_predictor_learns_who_is_among_the_highest() -> None:
     assert last.fraction.tolist() == [0.5, 0.5]
     assert last.predictor_accuracy.min() > 0.85, last.predictor_accuracy
     assert (held_out.fraction - 0.5).abs().max() < 0.1, held_out.fraction
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_guesses_are_verified_by_routed_blocks(mode: str) -> None:
+    model = awake(Backbone(make_config(mode, mtp={"num_tokens": 3})))
+    # One token that nearly always follows, so that guesses are right at times.
+    model.embedding.weight[7] *= 8
+    prompts = tokens()[:, :5]
+    expected = generate(model, prompts, max_new_tokens=24, temperature=0, seed=0)
+    found = speculate(model, prompts, max_new_tokens=24)
+    assert torch.equal(found.tokens, expected)
+    assert 0 < sum(found.accepted) < sum(found.guessed), (
+        "a state that goes back, and one that stays"
+    )

@@ -233,7 +233,8 @@ def test_an_unknown_key_is_told_with_the_nearest_and_all_known_ones(tmp_path: Pa
     path = changed_tiny(tmp_path, "top_k: 2", "topk: 2")
     assert problems(path) == [
         f"{path}: model.moe.topk: unknown key. Did you mean 'top_k'? Known: capacity_factor, "
-        "drop_tokens, expert_hidden_size, load_balance_weight, num_experts, top_k, z_loss_weight"
+        "drop_tokens, expert_hidden_size, layers, load_balance_weight, num_experts, top_k, "
+        "z_loss_weight"
     ]
 
 

@@ -374,6 +374,10 @@ def test_all_files_are_in_the_manifest(folders: Path) -> None:
         ),
         (("model.moe=null", "model.ffn_hidden_size=96"), "and here Transformer blocks are 2 of 4"),
         ((), r"are 2 of 4 \(.*\), and each feed-forward has \d+ experts"),
+        (
+            ("model.moe=null", "model.transformer_fraction=0", "model.ffn_activation=swiglu"),
+            "and here model.ffn_activation is swiglu",
+        ),
     ],
 )
 def test_other_models_are_refused_before_anything_is_written(
@@ -408,3 +412,23 @@ def test_an_average_that_the_run_has_not_is_refused(
         with pytest.raises(StateError, match="holds no average of the weights"):
             export_run(run[0], tmp_path / "out", format=name, weights="ema")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            ("model.transformer_fraction=0.25", "model.mixers=[mamba, transformer*3]"),
+            "it has no blocks of the type mamba",
+        ),
+        (("model.ffn_activation=swiglu",), "know no model.ffn_activation = swiglu"),
+        (("model.moe.layers=[1]",), "all its feed-forwards are of experts or none is"),
+    ],
+)
+def test_what_its_own_code_does_not_know_is_refused(
+    settings: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    made_run(tmp_path / "run", *settings)
+    with pytest.raises(StateError, match=f"--format hf writes its own code .*{reason}"):
+        export_run(tmp_path / "run", tmp_path / "out", format="hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

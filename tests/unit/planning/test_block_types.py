@@ -9,10 +9,15 @@ import torch
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import BLOCK_TYPES, ModelConfig
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
 from cdrmix.models.mixer import Mixer
+from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.blocks.block_type import block_type
-from cdrmix.planning.counts import block_parameters, count
+from cdrmix.planning.cluster import processes
+from cdrmix.planning.counts import block_parameters, count, parameters
+from cdrmix.planning.profile import choose
 
 CONFIGS = shipped("model_configs")
 FAMILY = load_config(CONFIGS / "cdrmix-moe5b.yaml")
@@ -94,3 +99,69 @@ def test_the_tiny_form_has_the_same_layers() -> None:
     assert tiny.layer_kinds() == FAMILY.model.layer_kinds()
     assert tiny.moe_layers() == FAMILY.model.moe_layers()
     assert tiny.ffn_activation == FAMILY.model.ffn_activation
+
+
+@pytest.fixture
+def running_mean(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A model with layers of a type that tests/running_mean.py adds by one registration."""
+    monkeypatch.setitem(BLOCK_TYPES, "running_mean", "tests.running_mean:RunningMeanBlock")
+    return load_config(
+        CONFIGS / "cdrmix-core-tiny.yaml",
+        ["model.mixers=[running_mean, transformer, running_mean*2]", "model.moe=null"],
+    )
+
+
+def test_an_added_type_is_counted_planned_and_refused(running_mean: Config) -> None:
+    with torch.device("meta"):
+        built = Backbone(running_mean.model)
+    shapes = {name: tuple(each.shape) for name, each in built.named_parameters()}
+    assert {each.name: each.shape for each in parameters(running_mean.model)} == shapes
+    plan = choose(running_mean, processes(2))
+    assert plan.memory is not None and plan.memory.activations > 0
+    given = {"data": 2, "sequence": 2}
+    with pytest.raises(PlanError, match="sums are not handed on"):
+        choose(
+            running_mean.model_copy(
+                update={"parallel": running_mean.parallel.model_copy(update=given)}
+            ),
+            processes(2),
+        )
+
+
+def test_an_added_type_is_run_in_spans_and_decoded(running_mean: Config) -> None:
+    ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for spans in (None, 5):
+        made = Backbone(
+            running_mean.model, activation_checkpointing=True, sequence_checkpoint_tokens=spans
+        )
+        made.initialize(seed=1)
+        made.logits(made(ids).hidden).square().mean().backward()
+        gradients.append([each.grad for each in made.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    made.eval()
+    with torch.no_grad():
+        whole = made(ids).hidden
+        first = made(ids[:, :7], return_state=True)
+        rest = made(ids[:, 7:], state=first.state)
+    torch.testing.assert_close(torch.cat([first.hidden, rest.hidden], 1), whole)
+
+
+def test_an_added_type_saves_what_it_says(running_mean: Config) -> None:
+    """With a size that is off by one tensor in twenty the measured bytes would not be met."""
+    setting = SavedActivations(running_mean, "cpu").setting
+    planned = block_type("running_mean").saved(setting, 0, "whole")
+    with torch.device("cpu"):
+        mixer = block_type("running_mean").module_class().of_layer(running_mean.model, 0)
+    x = torch.randn(1, 64, running_mean.model.hidden_size, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def note(each: torch.Tensor) -> torch.Tensor:
+        if each.shape[-1] != each.shape[0] and not isinstance(each, torch.nn.Parameter):
+            saved[each.data_ptr()] = each.numel() * each.element_size()
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+        mixer(x)
+    assert sum(saved.values()) / 64 == pytest.approx(planned.whole + planned.split, rel=0.05)

@@ -85,6 +85,36 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
     } | ({"mixture"} if config.data.mixture is not None else set())
 
 
+def test_listed_layers_are_rehearsed_once_in_each_kind_for_every_stage() -> None:
+    config = load_config(
+        shipped("model_configs") / "cdrmix-moe5b.yaml",
+        ["parallel.pipeline=2", "model.mod.layers=[2, 5, 9]"],
+    )
+    made = compare(config, make_cluster(nodes=1, gpus_per_node=8, gpu="h100-80"))
+    (small,) = rehearsals(config, made.plan)
+    model = small.config.model
+    routed = model.routed_layers()
+    layers = [
+        (kind, model.has_experts(layer), layer in routed)
+        for layer, kind in enumerate(model.layer_kinds())
+    ]
+    different = [
+        ("transformer", False, False),
+        ("transformer", True, True),
+        ("transformer", True, False),
+        ("mamba", False, True),
+        ("routing_mamba", False, True),
+        ("mamba", False, False),
+        ("routing_mamba", False, False),
+    ]
+    assert layers == different * 2
+    assert (model.ffn_activation, model.mtp) == ("swiglu", config.model.mtp)
+    settings = read_profile(profile_path(small.profile))
+    ranks = small.degrees.world_size
+    layout = Combination(small.config, small.degrees, settings, small.profile, ranks, "cpu")
+    rules.check(layout, of_this_version=False)
+
+
 def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:
     config = load_config(shipped("model_configs") / "cdrmix-core-tiny.yaml", overrides)
     made = compare(config, make_cluster(nodes=1, gpus_per_node=6, gpu="a100-80"))
