@@ -50,7 +50,7 @@ class Speculated(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """How far the rows of a group are."""
+    """Progress of the rows of a group."""
 
     known: int  # tokens
     covered: int  # of them, by the state
