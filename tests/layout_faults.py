@@ -41,12 +41,12 @@ def plant(broken: str) -> None:
         return lambda: setattr(pipeline.PipelineStage, "_unpack", enter)
 
     def further(change: Callable[..., Any]) -> Callable[[], None]:
-        """Change targets and segment ids of what predicts further tokens."""
+        """Change the tokens read and the segment ids of what predicts further tokens."""
         original = FurtherTokens.forward
 
-        def forward(parts: Any, hidden: Any, targets: Any, embed: Any, segment_ids: Any) -> Any:
-            targets, segment_ids = change(targets, segment_ids)
-            return original(parts, hidden, targets, embed, segment_ids)
+        def forward(parts: Any, hidden: Any, following: Any, embed: Any, segment_ids: Any) -> Any:
+            following, segment_ids = change(following, segment_ids)
+            return original(parts, hidden, following, embed, segment_ids)
 
         return lambda: setattr(FurtherTokens, "forward", forward)
 
@@ -127,10 +127,10 @@ def plant(broken: str) -> None:
         "statistics of the last stage": without(2, lambda _: None),
         "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "averages apart": averages_apart,
-        "further tokens across documents": further(lambda targets, ids: (targets, None)),
+        "further tokens across documents": further(lambda following, ids: (following, None)),
         "no token of the next rank": further(
-            lambda targets, ids: (
-                torch.cat([targets[:, :-1], torch.zeros_like(targets[:, -1:])], 1),
+            lambda following, ids: (
+                torch.cat([following[:, :-1], torch.zeros_like(following[:, -1:])], 1),
                 ids,
             )
         ),

@@ -66,10 +66,12 @@ def own_weights(batch: Batch, config: Config) -> list[float]:
 
 
 def with_further_labels(batch: Batch, config: Config) -> Batch:
-    """Adds `further_labels` to a batch of whole samples: the tokens 2 to n ahead that are learned.
+    """Puts two tensors in the place of a batch's `targets`, [..., T, n]; of whole samples.
 
-    They are `targets`, [..., T, n], but for those that weigh nothing as a next token, such as the
-    question of a chain of thought.
+    `further_labels` are the tokens 2 to n ahead that are learned: targets, but for those that weigh
+    nothing as a next token, such as the question of a chain of thought. `following` are the tokens
+    1 to n - 1 ahead as they stand in the sample, which parts may read: also those of the next
+    document, which are nobody's targets; -100 beyond the sample.
     """
     if config.model.mtp is None:
         return batch
@@ -77,13 +79,24 @@ def with_further_labels(batch: Batch, config: Config) -> Batch:
     if config.objectives is not None:
         lambdas = [getattr(config.objectives, objective_of(kind)) for kind in KINDS]
         worth = torch.tensor(lambdas)[batch["kinds"].long()]
-    further = batch["targets"][..., 1:].clone()
+    # The last label is the token behind the last input, unless documents are apart there.
+    tokens = torch.cat([batch["input_ids"], batch["labels"][..., -1:]], dim=-1)
+    targets = batch["targets"]
+    following = torch.stack(
+        [
+            F.pad(tokens[..., ahead:], (0, ahead - 1), value=IGNORED_LABEL)
+            for ahead in range(1, targets.shape[-1])
+        ],
+        dim=-1,
+    )
+    further = targets[..., 1:].clone()
     if worth is not None:
         for later in range(1, further.shape[-1] + 1):
             # The token at k = later + 1 ahead of t is the label of position t + later.
             of_label = F.pad(worth[..., later:], (0, later))
             further[..., later - 1].masked_fill_(of_label == 0, IGNORED_LABEL)
-    return batch | {"further_labels": further}
+    kept = {name: values for name, values in batch.items() if name != "targets"}
+    return kept | {"further_labels": further, "following": following}
 
 
 def describe_objectives(config: Config, corpus: Corpus) -> None:
@@ -183,7 +196,7 @@ class Combination:
         pairs = zip(self._mus, self._further, strict=True)
         return FurtherLabels(
             model,
-            targets=micro_batch["targets"],
+            following=micro_batch["following"],
             labels=micro_batch["further_labels"],
             factors=[self.factor(weight, self._counts[name]) for weight, name in pairs],
             segment_ids=micro_batch.get("segment_ids"),

@@ -40,14 +40,14 @@ class FurtherLabels:
 
     Attributes:
         model: that predicts them.
-        targets: next n tokens of each position, [B, T, n]; -100 where there is none.
+        following: tokens at 1 to n - 1 after each position, [B, T, n - 1]; -100 where unknown.
         labels: of the tokens 2 to n, [B, T, n - 1]; -100 is not learned.
         factors: on the nats of the labels of each further token.
         segment_ids: document of each token; None: a sample is one.
     """
 
     model: Predicts
-    targets: Tensor
+    following: Tensor
     labels: Tensor
     factors: Sequence[float]
     segment_ids: Tensor | None
@@ -61,7 +61,7 @@ class FurtherLabels:
         """
         assert self.model.mtp is not None, "labels of a model that predicts them"
         embedding = self.model.embedding
-        further = self.model.mtp(hidden, self.targets, embedding, self.segment_ids)
+        further = self.model.mtp(hidden, self.following, embedding, self.segment_ids)
         of_next = torch.ones_like(labels, dtype=torch.float32)
         nats = [of_next if weights.nats is None else weights.nats]
         nats += [torch.full_like(nats[0], factor) for factor in self.factors]

@@ -6,9 +6,10 @@ reads the hidden state of the depth before it and the embedding of the token tha
 and runs them through a block; DeepSeek-V3, 2412.19437.
 
 The blocks are Transformer blocks with a dense feed-forward, also in a model of experts: routers and
-their losses stay those of the layers. Attention keeps to the document of a position. The pair of a
-hidden state and a token of the next document is seen by no position whose target counts: later
-positions of that document are such pairs too, and their targets lie in another document.
+their losses stay those of the layers. Attention keeps to the document of a position where documents are
+apart. Then the pair of a hidden state and a token of the next document is seen by no position whose
+target counts: later positions of that document are such pairs too, and their targets lie in another
+document. So it is with pairs at the end of a sample, whose token is unknown.
 """
 
 # B batch, T time, D hidden, n tokens predicted at each position, the next one included
@@ -116,7 +117,7 @@ class FurtherTokens(nn.ModuleDict):
     def forward(
         self,
         hidden: Tensor,
-        targets: Tensor,
+        following: Tensor,
         embed: Callable[[Tensor], Tensor],
         segment_ids: Tensor | None,
     ) -> list[Tensor]:
@@ -124,7 +125,8 @@ class FurtherTokens(nn.ModuleDict):
 
         Args:
             hidden: normalised output of the last layer, [B, T, D].
-            targets: next n tokens of each position, [B, T, n], int64; -100 where there is none.
+            following: tokens at 1 to n - 1 after each position, [B, T, n - 1], int64, whatever
+                document they are of; below 0 where they are beyond the sample.
             embed: looks up tokens, [B, T] -> [B, T, D].
             segment_ids: document of each token, as `run_blocks` takes them.
         """
@@ -135,8 +137,7 @@ class FurtherTokens(nn.ModuleDict):
                 continue
             x = hidden
             if isinstance(part, Depth):
-                # Without a token of the same document the position has no target either.
-                x = part.pair(hidden, embed(targets[..., place - 2].clamp(min=0)))
+                x = part.pair(hidden, embed(following[..., place - 2].clamp(min=0)))
             x, *_ = run_blocks(
                 [part.block],
                 x,

@@ -207,6 +207,38 @@ def test_nothing_crosses_from_a_document_to_the_next(kind: str) -> None:
         assert torch.equal(found, expected)
 
 
+def test_depths_read_the_tokens_of_the_sample_where_documents_are_not_apart() -> None:
+    model = made(KINDS["deepseek"])
+    assert model.mtp is not None
+    eos, rows = 9, torch.randint(10, 50, (1, 1, 25), generator=torch.Generator().manual_seed(1))
+    rows[..., 6] = rows[..., 15] = eos
+    labels = rows[..., 1:]
+    targets = torch.from_numpy(next_targets(rows.numpy(), labels.numpy(), 4, eos))
+    whole = {"input_ids": rows[..., :-1], "labels": labels, "targets": targets}
+    batch = {
+        name: value[0] for name, value in with_further_labels(whole, configured(model)).items()
+    }
+    hidden = model(batch["input_ids"]).hidden
+
+    def of_depths(following: Tensor, nowhere: float) -> list[Tensor]:
+        """What the head is to score, the embedding of token 0 raised: no sample holds it."""
+        assert model.mtp is not None
+        row = torch.zeros(len(model.embedding.weight), 1)
+        row[0] = nowhere
+        return model.mtp(
+            hidden, following, lambda ids: F.embedding(ids, model.embedding.weight + row), None
+        )
+
+    def touched(following: Tensor) -> list[Tensor]:
+        """Positions of each depth at which that token counts though there is a target."""
+        pairs = zip(of_depths(following, 0.0), of_depths(following, 1.0), strict=True)
+        counts = (batch["further_labels"] >= 0).unbind(-1)
+        return [(a != b).any(-1) & c for (a, b), c in zip(pairs, counts, strict=True)]
+
+    assert not any(each.any() for each in touched(batch["following"]))
+    assert any(each.any() for each in touched(targets[0])), "a control: borders read as token 0"
+
+
 def test_tokens_that_weigh_nothing_are_no_further_labels() -> None:
     model = made(KINDS["linear"])
     batch = packed_batch(4)
