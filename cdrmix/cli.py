@@ -241,10 +241,10 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         settings = _SAMPLING | sampling
         settings |= {"weights": arguments.weights or "trained"}
         if arguments.speculate:
-            if arguments.temperature or arguments.base:
+            if arguments.temperature or arguments.base or arguments.seed is not None:
                 parser.error(
                     "--speculate takes the likeliest text of a model of its own head: it goes "
-                    "without --base, and with --temperature 0 alone"
+                    "without --base and --seed, and with --temperature 0 alone"
                 )
             settings = {name: settings[name] for name in ("max_new_tokens", "weights")}
             text = continue_speculating(_checkpoint_place(arguments), arguments.prompt, **settings)
@@ -354,6 +354,8 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     if arguments.suite == "infill":
         if arguments.max_tokens or any(getattr(arguments, flag) for flag in _OF_REASONING):
             parser.error("--suite infill goes with --examples, --data, --base and --weights alone")
+        if arguments.examples == 1:
+            parser.error("--suite infill needs --examples 2 or more: suffixes are swapped")
         from cdrmix.evaluation import infilling
         from cdrmix.evaluation.trained import evaluate_run_infilling
 
@@ -369,7 +371,8 @@ def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     if arguments.suite == "text":
         if arguments.examples or any(getattr(arguments, flag) for flag in _OF_REASONING):
             parser.error(
-                "--examples, --tasks, --write-tasks and --branches go with --suite reasoning"
+                "--tasks, --write-tasks and --branches go with --suite reasoning, --examples with "
+                "--suite reasoning and --suite infill"
             )
         from cdrmix.evaluation.trained import evaluate_run
 

@@ -68,6 +68,9 @@ def _nodes(text: str) -> list[tuple[int, int]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes and comparisons in somebody's source
+            # A byte order mark is no part of a program to the parser of texts.
+            mark = len(text) - len(text.removeprefix("\ufeff"))
+            text = text[mark:]
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
@@ -88,7 +91,7 @@ def _nodes(text: str) -> list[tuple[int, int]]:
             assert node.end_lineno is not None, "parsed, not made"
             assert node.end_col_offset is not None, "parsed, not made"
             begin = index(node.lineno, node.col_offset)
-            spans.add((begin, index(node.end_lineno, node.end_col_offset)))
+            spans.add((mark + begin, mark + index(node.end_lineno, node.end_col_offset)))
         # Before Python 3.12 the places of nodes inside an f-string are not those in the text.
         if not isinstance(node, ast.JoinedStr):
             waiting += ast.iter_child_nodes(node)

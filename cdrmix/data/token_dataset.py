@@ -327,9 +327,11 @@ class TokenDataset(SplitDataset):
         super().__init__(folder, split, sequence_length)
         num_tokens = self.manifest.splits[split].tokens
         if self.num_samples == 0:
+            parts = len(self._begins) - 1
+            cut = f", in {parts} domains that are cut each by itself," if parts > 1 else ""
             raise DataError(
-                f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
-                f"sample of training.sequence_length = {sequence_length} needs "
+                f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens{cut} and "
+                f"one sample of training.sequence_length = {sequence_length} needs "
                 f"{sequence_length + 1}. Use a larger corpus or a shorter "
                 f"sequence_length{_remedy(split)}."
             )

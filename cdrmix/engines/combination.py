@@ -111,12 +111,12 @@ def describe_objectives(config: Config, corpus: Corpus) -> None:
     if not any(shard.roles for shard in shards):
         missing = dict.fromkeys(CHAIN_PARTS, "a chain of thought (chain_of_thought of a source)")
     if not _has_fim(corpus):
-        missing["fim"] = "a document rearranged for infilling (fim)"
+        missing["fim"] = f"a document rearranged for infilling (fim) in {_LOOKED_AT} samples"
     for name, weight in config.objectives.chosen().items():
         if name in missing:
             logger.warning(
-                "warning: objectives.%s = %s has no effect: %s does not hold %s. Build data with "
-                "it, see docs/objectives.md, or leave the weight out",
+                "warning: objectives.%s = %s may have no effect: %s does not hold %s. Build data "
+                "with it, see docs/objectives.md, or leave the weight out",
                 *(name, weight, corpus.folder, missing[name]),
             )
 

@@ -16,7 +16,7 @@ from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards
-from cdrmix.data.token_dataset import TokenDataset, fim_window
+from cdrmix.data.token_dataset import TokenDataset, domain_tokens, fim_window
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.errors import DataError
@@ -80,6 +80,10 @@ def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
         if runtime.rank() == 0:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
             _warn_of_window(fim_window(manifest), sequence_length, str(path))
+            if fim_window(manifest) is not None and config.data.mixture is None:
+                sizes = domain_tokens(manifest, "train")
+                short = tuple(name for name, size in sizes.items() if size <= sequence_length)
+                _warn_of_short_domains(short, sequence_length, str(path))
         # Every rank verifies a part: digests of a large data set take one rank too long.
         verify_shards(
             path, manifest, part=runtime.rank(), parts=runtime.world_size(), mode=config.data.verify
@@ -133,6 +137,18 @@ def _warn_of_window(window: int | None, sequence_length: int, folder: str) -> No
             "is no multiple of it: samples cut some of its documents for infilling before their "
             "middle. Build it with fim.window_tokens = %d",
             *(folder, window, sequence_length, sequence_length),
+        )
+
+
+@cache  # once a run, as below
+def _warn_of_short_domains(domains: tuple[str, ...], sequence_length: int, folder: str) -> None:
+    """Warn of domains without a sample, where each is cut by itself."""
+    if domains:
+        logger.warning(
+            "warning: %s was built with fim.window_tokens, so that each domain is cut into samples "
+            "by itself, and %s has no more than training.sequence_length = %d tokens: none of it "
+            "is trained on",
+            *(folder, ", ".join(domains), sequence_length),
         )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cdrmix.data.document import FimOrder, arranged, draw_by_key, encoded_parts, fields_of
 from cdrmix.data.fim_span import line_starts
-from cdrmix.data.shards import read_manifest
+from cdrmix.data.shards import MANIFEST_FILE, read_manifest
 from cdrmix.data.token_dataset import Permutation, TokenStream
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.data.tokenizer_base import FIM_ROLES
@@ -31,6 +31,9 @@ ORDERS: tuple[FimOrder, ...] = ("psm", "spm")
 NUM_EXAMPLES = 100
 # Tokens beyond those of the line, which may be written in other pieces, and its end.
 _MORE_TOKENS = 4
+# Read of the held-out split, in equal parts from each of its shards: 32 MiB, and thousands of
+# documents, of which few hundred are drawn.
+_MOST_TOKENS = 2**22
 _NUM_RESAMPLES = 1_000
 _INTERVAL = (2.5, 97.5)  # percentiles
 # Fixed, so that evaluations of different runs read the same documents.
@@ -79,16 +82,29 @@ def infilling_table(rows: Sequence[Infilling], *, as_json: bool) -> str:
 
 
 def held_out_documents(folder: Path) -> list[NDArray[np.int64]]:
-    """Tokens of each document of the validation split of a built folder, without their EOS.
+    """Tokens of documents of the validation split of a built folder, without their EOS.
 
-    They are held out whole and never rearranged. Raises DataError if a shard cannot be read.
+    They are held out whole and never rearranged. Of a large split those at the beginning of each
+    shard are read. Raises DataError if there are none, or a shard cannot be read.
     """
     manifest = read_manifest(folder)
-    shards = [shard for shard in manifest.shards if shard.split == "validation"]
-    num_tokens = sum(shard.tokens for shard in shards)
-    tokens = TokenStream(folder, shards, manifest.dtype).rows([0], num_tokens)[0]
-    ends = np.flatnonzero(tokens == manifest.eos_id)
-    return [piece[:-1] for piece in np.split(tokens, ends + 1)[:-1]]
+    shards = [shard for shard in manifest.shards if shard.split == "validation" and shard.tokens]
+    if not shards:
+        raise DataError(
+            f"{folder / MANIFEST_FILE}: holds no held-out documents (split 'validation') to "
+            "infill. Give --data with a data set that has some (shards.validation_share of its "
+            "recipe)"
+        )
+    stream = TokenStream(folder, shards, manifest.dtype)
+    documents: list[NDArray[np.int64]] = []
+    begin = 0
+    for shard in shards:
+        tokens = stream.rows([begin], min(shard.tokens, _MOST_TOKENS // len(shards)))[0]
+        ends = np.flatnonzero(tokens == manifest.eos_id)
+        # What is behind the last end is a part of a document.
+        documents += [piece[:-1] for piece in np.split(tokens, ends + 1)[:-1]]
+        begin += shard.tokens
+    return documents
 
 
 def line_examples(

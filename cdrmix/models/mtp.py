@@ -6,10 +6,10 @@ reads the hidden state of the depth before it and the embedding of the token tha
 and runs them through a block; DeepSeek-V3, 2412.19437.
 
 The blocks are Transformer blocks with a dense feed-forward, also in a model of experts: routers and
-their losses stay those of the layers. Attention keeps to the document of a position where documents are
-apart. Then the pair of a hidden state and a token of the next document is seen by no position whose
-target counts: later positions of that document are such pairs too, and their targets lie in another
-document. So it is with pairs at the end of a sample, whose token is unknown.
+their losses stay those of the layers. Where documents are apart, attention keeps to the document of
+a position. Then the pair of a hidden state and a token of the next document is seen by no position
+whose target counts: later positions of that document are such pairs too, and their targets lie in
+another document. So it is with pairs at the end of a sample, whose token is unknown.
 """
 
 # B batch, T time, D hidden, n tokens predicted at each position, the next one included

@@ -73,6 +73,14 @@ def test_a_text_without_a_syntax_tree_has_no_middle_of_syntax(text: str) -> None
     assert middle_of_syntax(text, (0.5, 0.5)) is None
 
 
+def test_a_byte_order_mark_is_no_part_of_the_program() -> None:
+    draw = (0.5, 0.5)
+    begin, end = middle_of_syntax(SOURCE, draw) or (0, 0)
+    marked = "\ufeff" + SOURCE
+    begin_marked, end_marked = middle_of_syntax(marked, draw) or (0, 0)
+    assert marked[begin_marked:end_marked] == SOURCE[begin:end] != ""
+
+
 def test_a_warning_about_somebodys_source_is_not_told() -> None:
     assert middle_of_syntax('x = "\\d"\n', (0.5, 0.5)) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from cdrmix.errors import DataError
 from cdrmix.evaluation.infilling import (
     Infilling,
     evaluate_infilling,
+    held_out_documents,
     infilling_table,
     line_examples,
 )
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import IGNORED_LABEL
+from tests.unit.data.token_folder import write_token_folder
 
 NAMES = tuple("abcdefgh")
 HEAD = "x\n"
@@ -121,6 +124,20 @@ def test_what_cannot_be_evaluated_is_told(trained: Backbone, tokenizer: Tokenize
             evaluate_infilling(trained, tokenizer, held_out(tokenizer), window=32)
     finally:
         tokenizer.roles = roles
+
+
+def test_held_out_documents_are_read_from_every_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = {"train": [[9, 0]], "validation": [[1, 2, 0], [3, 0]], "validation/prose": [[4, 5, 0]]}
+    folder = write_token_folder(tmp_path / "some", splits)
+    assert [list(ids) for ids in held_out_documents(folder)] == [[1, 2], [3], [4, 5]]
+    # Of a large split, whole documents at the beginning of each shard.
+    monkeypatch.setattr("cdrmix.evaluation.infilling._MOST_TOKENS", 8)
+    assert [list(ids) for ids in held_out_documents(folder)] == [[1, 2], [4, 5]]
+    none = write_token_folder(tmp_path / "none", {"train": [[9, 0]]})
+    with pytest.raises(DataError, match="holds no held-out documents"):
+        held_out_documents(none)
 
 
 def test_the_table_has_a_row_for_each_order() -> None:
