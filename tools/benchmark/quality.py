@@ -151,18 +151,22 @@ def held_out_loss(name: str, *, rate: float, seed: int, steps: int) -> dict[str,
     return found
 
 
-def measure(names: Iterable[str], *, seeds: int, steps: int) -> dict[str, Any]:
-    """Held-out losses of each arm by rate at the first seed, and by seed at its best rate."""
+def measure(
+    names: Iterable[str], *, seeds: int, steps: int, middle_rate: bool = False
+) -> dict[str, Any]:
+    """Held-out losses of each arm by rate at the first seed, and by seed at its best rate; of three
+    rates, or of the one in the middle."""
     arms = list(names)
+    rates = {name: ARMS[name].rates[1:2] if middle_rate else ARMS[name].rates for name in arms}
     with ThreadPoolExecutor(AT_A_TIME) as workers:
         first = SEEDS[0]
         scanned = {
             (name, rate): workers.submit(held_out_loss, name, rate=rate, seed=first, steps=steps)
             for name in arms
-            for rate in ARMS[name].rates
+            for rate in rates[name]
         }
         by_rate = {
-            name: {rate: scanned[name, rate].result()["loss"] for rate in ARMS[name].rates}
+            name: {rate: scanned[name, rate].result()["loss"] for rate in rates[name]}
             for name in arms
         }
         best = {name: min(losses, key=losses.__getitem__) for name, losses in by_rate.items()}
@@ -180,6 +184,7 @@ def measure(names: Iterable[str], *, seeds: int, steps: int) -> dict[str, Any]:
     return {
         "rounds": seeds,
         "steps": steps,
+        "num_rates": max(map(len, rates.values())),
         "arms": [
             {
                 "name": name,
@@ -209,9 +214,15 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="names, with commas between them")
     parser.add_argument("--rounds", type=int, default=len(SEEDS), help="seeds of each arm")
     parser.add_argument("--steps", type=int, default=500, help="steps of each run")
+    parser.add_argument("--middle-rate", action="store_true", help="one learning rate of each arm")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
-    result = measure(arguments.arms.split(","), seeds=arguments.rounds, steps=arguments.steps)
+    result = measure(
+        arguments.arms.split(","),
+        seeds=arguments.rounds,
+        steps=arguments.steps,
+        middle_rate=arguments.middle_rate,
+    )
     if arguments.json:
         print(json.dumps(result))
     else:

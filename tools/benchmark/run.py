@@ -379,8 +379,8 @@ def hf_trainer_rows(result: dict[str, Any]) -> list[str]:
 def quality_rows(result: dict[str, Any]) -> list[str]:
     """Held-out loss of each arm beside the core's."""
     rows = [
-        f"{result['steps']} steps each, nats per held-out token at the best of three learning "
-        "rates (of the first seed); the range is over the seeds.",
+        f"{result['steps']} steps each, nats per held-out token at the best learning rate of "
+        f"{result['num_rates']} (at the first seed); the range is over {result['rounds']} seeds.",
         "",
         "| arm | loss | range | less than the core | best rate |",
         "|---|---|---|---|---|",
