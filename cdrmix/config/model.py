@@ -275,6 +275,12 @@ class ModelConfig(Section):
         """True if the feed-forward of a layer is dense."""
         return len(self.moe_layers()) < self.num_layers
 
+    @property
+    def has_dense_feed_forwards(self) -> bool:
+        """True if a feed-forward is dense: of a layer, or of a block that predicts further
+        tokens."""
+        return self.has_dense_layers or (self.mtp is not None and self.mtp.has_blocks)
+
     def has_experts(self, layer: int) -> bool:
         """True if the feed-forward of a layer is of experts."""
         return layer in self.moe_layers()

@@ -92,6 +92,11 @@ class MtpConfig(Section):
     head: Literal["linear", "block"] = "linear"
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """True if further tokens are predicted by blocks, which have a dense feed-forward."""
+        return self.kind == "deepseek" or self.head == "block"
+
     @model_validator(mode="after")
     def _head_is_of_the_kind(self) -> MtpConfig:
         if self.kind == "deepseek" and self.head != "linear":

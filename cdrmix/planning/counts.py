@@ -215,7 +215,7 @@ def flops_above_layers(model: ModelConfig, sequence_length: int) -> int:
     further = model.mtp.num_tokens - 1
     matrices = sum(_used_flops(model, parameter) for parameter in further_parameters(model))
     mixing = 0
-    if model.mtp.kind == "deepseek" or model.mtp.head == "block":
+    if model.mtp.has_blocks:
         sizes = model.further_blocks()
         mixing = _mixing_flops(sizes, sequence_length)[-1]
     return (1 + further) * head_flops(model) + matrices + further * mixing
