@@ -288,3 +288,12 @@ def test_a_dense_block_of_a_further_token_takes_its_workspace(mtp: str) -> None:
     dense, linear = (feed_forward_workspace(SavedActivations(x, "cpu").setting) for x in given)
     assert dense == 2 * 4 * 65536
     assert linear == 2 * 4 * 2 * 256
+
+
+def test_experts_of_a_mixer_have_gradients_on_every_rank() -> None:
+    family = load_config(shipped("model_configs") / "cdrmix-moe5b.yaml")
+    model = MemoryModel(family, "cuda")
+    stacks = 3 * 8 * 2048 * 4096  # input, gate and output of eight experts
+    # two experts of a feed-forward are fewer, sixteen are more
+    assert model.block_gradients(arranged(8, expert=8), 0) == pytest.approx(2 * stacks, rel=0.01)
+    assert model.block_gradients(arranged(8), 0) == 2 * 16 * 3 * 2048 * 2816
