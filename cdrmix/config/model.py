@@ -312,12 +312,17 @@ class ModelConfig(Section):
 
     def routed_layers(self) -> tuple[int, ...]:
         """Blocks that take a share of the tokens alone, from the input; none without `mod`. Raises
-        ValueError if one of `mod.layers` cannot be one of them."""
+        ValueError if one of `mod.layers` cannot be one of them, or no block can."""
         if self.mod is None or self.kind != "rwkx":
             return ()
         kinds = self.layer_kinds()
         whole = kinds.index("rwkv") if "rwkv" in kinds else None
         possible = [layer for layer in range(self.num_layers) if layer != whole]
+        if not possible:
+            raise ValueError(
+                "mod has no block to route: the only one is the first RWKV block, whose values all "
+                "later ones would mix in. Leave it out"
+            )
         if self.mod.layers is None:
             return tuple(possible)
         for layer in self.mod.layers:
@@ -330,7 +335,7 @@ class ModelConfig(Section):
                 raise ValueError(
                     f"mod.layers holds {layer}, and the blocks are 0 to {self.num_layers - 1}"
                 )
-        return tuple(sorted(set(self.mod.layers)))
+        return self.mod.layers
 
     @property
     def init_std(self) -> float:
