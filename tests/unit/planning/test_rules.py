@@ -209,6 +209,11 @@ CASES: list[tuple[str, Combination, Combination]] = [
         reasoning("model.mod.capacity=0.5"),
         reasoning("model.mod.capacity=0.5", "training.stage=a"),
     ),
+    (
+        "block-types-in-stage-b-unavailable",
+        reasoning(*MAMBA),
+        reasoning(*MAMBA, "training.stage=a"),
+    ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (
         "stage-0-clips-wrongly",
