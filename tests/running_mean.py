@@ -22,7 +22,6 @@ class RunningMeanBlock(BlockType):
     module = "tests.running_mean:RunningMean"
     carries_state = True
     adapted = ("value",)
-    refused_axes = {"sequence": "sums are not handed on"}  # noqa: RUF012
 
     def parameters(self, model: ModelConfig, layer: int) -> Iterator[Parameter]:
         width = model.hidden_size
@@ -38,9 +37,6 @@ class RunningMeanBlock(BlockType):
 
     def span_state(self, setting: Setting) -> PerToken:
         return PerToken(4, 4 * setting.model.hidden_size)
-
-    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
-        return 4 * (model.hidden_size + 1)
 
 
 @dataclass

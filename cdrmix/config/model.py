@@ -275,6 +275,12 @@ class ModelConfig(Section):
         """True if the feed-forward of a layer is dense."""
         return len(self.moe_layers()) < self.num_layers
 
+    @property
+    def has_dense_feed_forwards(self) -> bool:
+        """True if a feed-forward is dense: of a layer, or of a block that predicts further
+        tokens."""
+        return self.has_dense_layers or (self.mtp is not None and self.mtp.has_blocks)
+
     def has_experts(self, layer: int) -> bool:
         """True if the feed-forward of a layer is of experts."""
         return layer in self.moe_layers()
@@ -306,12 +312,17 @@ class ModelConfig(Section):
 
     def routed_layers(self) -> tuple[int, ...]:
         """Blocks that take a share of the tokens alone, from the input; none without `mod`. Raises
-        ValueError if one of `mod.layers` cannot be one of them."""
+        ValueError if one of `mod.layers` cannot be one of them, or no block can."""
         if self.mod is None or self.kind != "rwkx":
             return ()
         kinds = self.layer_kinds()
         whole = kinds.index("rwkv") if "rwkv" in kinds else None
         possible = [layer for layer in range(self.num_layers) if layer != whole]
+        if not possible:
+            raise ValueError(
+                "mod has no block to route: the only one is the first RWKV block, whose values all "
+                "later ones would mix in. Leave it out"
+            )
         if self.mod.layers is None:
             return tuple(possible)
         for layer in self.mod.layers:
@@ -324,7 +335,7 @@ class ModelConfig(Section):
                 raise ValueError(
                     f"mod.layers holds {layer}, and the blocks are 0 to {self.num_layers - 1}"
                 )
-        return tuple(sorted(set(self.mod.layers)))
+        return self.mod.layers
 
     @property
     def init_std(self) -> float:

@@ -19,6 +19,13 @@ def _check_top_k(sizes: MoEConfig | RoutingMambaConfig) -> None:
         )
 
 
+def _rising(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Returns a list of layers; raises ValueError if it is none in rising order."""
+    if layers is not None and (list(layers) != sorted(set(layers)) or layers[0] < 0):
+        raise ValueError("numbers of layers from 0 on, each once, in rising order")
+    return layers
+
+
 class MoEConfig(Section):
     """Mixture-of-experts feed-forward: experts of model.ffn_activation, top-k routed."""
 
@@ -54,9 +61,7 @@ class MoEConfig(Section):
     @field_validator("layers")
     @classmethod
     def _layers_rise(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is not None and (list(value) != sorted(set(value)) or value[0] < 0):
-            raise ValueError("numbers of layers from 0 on, each once, in rising order")
-        return value
+        return _rising(value)
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> MoEConfig:
@@ -91,6 +96,11 @@ class MtpConfig(Section):
     """Tokens predicted at each position, the next one included (count)."""
     head: Literal["linear", "block"] = "linear"
     """Independent head before the tied unembedding: a linear map, or a block of attention."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if further tokens are predicted by blocks, which have a dense feed-forward."""
+        return self.kind == "deepseek" or self.head == "block"
 
     @model_validator(mode="after")
     def _head_is_of_the_kind(self) -> MtpConfig:
@@ -146,8 +156,8 @@ class ModConfig(Section):
     sequence with the highest scores; in evaluation and decoding those that a predictor expects
     among them, as the highest of a sequence are not known before its end."""
     layers: tuple[int, ...] | None = Field(None, min_length=1, strict=False)
-    """Blocks that are routed, from 0 at the input; null: all but the first RWKV block, whose values
-    all later RWKV blocks mix in, for every token."""
+    """Blocks that are routed, from 0 at the input, rising; null: all but the first RWKV block,
+    whose values all later RWKV blocks mix in, for every token."""
     predictor_hidden: int = Field(128, ge=1, description="Inner width of a predictor (features).")
     predictor_weight: float = Field(0.01, gt=0)
     """Weight of the predictors' cross-entropy, mean over routed blocks (ratio); topk only."""
@@ -158,3 +168,8 @@ class ModConfig(Section):
     fraction that is off by 1 (ratio)."""
     final_threshold_rate: float = Field(0.3, ge=0)
     """The same at the end of the run; in between it changes linearly (ratio)."""
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_rise(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return _rising(value)

@@ -460,11 +460,6 @@ class Config(Section):
                 "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
                 "stage_b=null"
             )
-        if stage_b is not None and self.model.mamba is not None:
-            raise ValueError(
-                "stage_b with Mamba layers is not available in this version: memory and adapters "
-                "have been shown on RWKV and Transformer blocks alone. Try stage_b=null"
-            )
         if self.training.stage == "b" and self.health.loss_spike.action == "lower_rate":
             raise ValueError(
                 "health.loss_spike.action = lower_rate acts in Stage A: Stage B judges no spikes, "

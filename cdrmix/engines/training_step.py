@@ -134,6 +134,7 @@ def train_step(
     ]
     parts: list[MicroStep] = []
     scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
+    skipped = engine.skipped_steps
     if topology.degrees.pipeline > 1:
         parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
@@ -148,7 +149,8 @@ def train_step(
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
-    move_thresholds(engine.module, config, topology, step=step)
+    is_skipped = engine.skipped_steps > skipped
+    move_thresholds(engine.module, config, topology, step=step, is_skipped=is_skipped)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     num_sums = 2 * combination.num_sums

@@ -29,7 +29,8 @@ class Mixer(nn.Module):
 
     Its own `forward` takes normalised input [B, T, D], a state or None, and segment ids [B, T] or
     None; it returns the output [B, T, D] and the state after token T. One that hands on v_first,
-    or has a router, overrides `mix`.
+    or has a router, overrides `mix`, which calls the module itself, `self(...)`: tensor ranks and
+    ZeRO-3 exchange and gather in hooks of that call.
 
     Where a sequence is spread over ranks, what meets other tokens is replaced: `across_tokens`
     names such attributes, each with the operation that it holds (parallel/sequence.py knows them).

@@ -77,8 +77,11 @@ class DepthRouter(nn.Module):
         if kept is not None:
             moved = fn(kept)
             same = moved.device == kept.device
-            # the same tensor, if it can be: it has the marks that a checkpoint reads
-            self._buffers["threshold"] = kept if same else kept.to(moved.device)
+            # the same tensor, if it can be: it has the marks that a checkpoint reads; one on meta
+            # has no values to take along
+            if not same:
+                kept = moved if kept.is_meta else kept.to(moved.device)
+            self._buffers["threshold"] = kept
         return self
 
     def forward(self, x: Tensor) -> Decision:
@@ -203,8 +206,12 @@ class RoutedBlock(Block):
         """Runs tokens behind those of a state, [B, T, D]; gives the state after them too.
 
         Rows with equally many chosen tokens run together, so that a state is that after the last of
-        them. Of one token at a time those are all that have chosen it.
+        them. Of one token at a time those are all that have chosen it. Where ranks call the block
+        together they must as often, so that x is of one row or of one token then.
         """
+        assert not self.is_collective or 1 in x.shape[:2], (
+            "rows of several tokens choose other numbers of them on each rank"
+        )
         decision = self.depth_router(x)
         past, seen = state or RoutedState(None, 0)
         after = past

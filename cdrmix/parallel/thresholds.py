@@ -23,24 +23,27 @@ def threshold_rate(step: int, config: Config) -> float:
 
 
 @torch.no_grad()
-def move_thresholds(model: nn.Module, config: Config, topology: Topology, *, step: int) -> None:
+def move_thresholds(
+    model: nn.Module, config: Config, topology: Topology, *, step: int, is_skipped: bool = False
+) -> None:
     """Moves the thresholds of this rank's routed blocks; collective over the data ranks.
 
     theta <- theta + rate (fraction - capacity) std(r), from the statistics that the step's
     micro-batches left in the routers, which are used up. `step` is the number of steps before.
-    Under another mode, and without routed blocks, nothing is exchanged.
+    Under another mode, without routed blocks, and if DeepSpeed skipped the step, on all ranks
+    alike, nothing is exchanged or moved.
     """
     routers = [block.depth_router for block in routed_blocks(model)]
     observed = [router.observed for router in routers if router.observed is not None]
     for router in routers:
         router.observed = None
     mod = config.model.mod
-    if mod is None or mod.mode != "threshold" or not observed:
+    if mod is None or mod.mode != "threshold" or not observed or is_skipped:
         return
     assert len(observed) == len(routers), "a step runs every block"
     found = depth_monitors(sum_over_data_ranks(torch.stack(observed), topology))
     steps = threshold_rate(step, config) * (found.fraction - mod.capacity) * found.score_deviation
-    # a step whose gradients are not finite is skipped, and so is that of its thresholds
+    # of scores that are not finite nothing is learnt
     for router, moved in zip(routers, torch.nan_to_num(steps, 0.0, 0.0, 0.0), strict=True):
         router.threshold += moved.to(router.threshold.dtype)
 

@@ -1,4 +1,4 @@
-"""Rules of the layers: axes that a block type cannot run on yet, stages without experts."""
+"""Rules of the layers: what a block type cannot run with yet, stages without experts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from cdrmix.config.model import BLOCK_TYPES
 from cdrmix.planning.blocks.block_type import block_type
 from cdrmix.planning.layout import AXES, Combination
 from cdrmix.planning.rule import THIS_VERSION, UNAVAILABLE, Rule
-from cdrmix.planning.stages import stage_layers
+from cdrmix.planning.stages import stages_without_experts
 
 
 def _refusals(combination: Combination, axis: str) -> list[str]:
-    """Block types of a model that refuse an axis, each with its reason."""
-    if combination.model.kind == "hf" or getattr(combination.degrees, axis) == 1:
+    """Block types of a model that cannot run on an axis, each with its reason."""
+    model = combination.model
+    if model.kind == "hf" or getattr(combination.degrees, axis) == 1:
         return []
-    kinds = dict.fromkeys(combination.model.layer_kinds())
-    reasons = {kind: block_type(kind).refused_axes.get(axis) for kind in kinds}
-    return [f"{kind} ({reason})" for kind, reason in reasons.items() if reason]
+    refused = []
+    for name in dict.fromkeys(model.layer_kinds()):
+        kind = block_type(name)
+        reason = kind.refused_axes.get(axis)
+        if reason is None and axis == "sequence" and not kind.is_exchanged(model):
+            reason = "it has no exchange, so that each rank would see its own tokens alone"
+        if reason is not None:
+            refused.append(f"{name} ({reason})")
+    return refused
 
 
 def _of_axis(axis: str) -> Rule:
@@ -30,20 +37,35 @@ def _of_axis(axis: str) -> Rule:
     )
 
 
+def _without_adapters(combination: Combination) -> list[str]:
+    """Block types of a model with Stage B in which no linear layer gets a plastic adapter."""
+    config, model = combination.config, combination.model
+    if model.kind == "hf" or config.stage_b is None or config.training.stage == "a":
+        return []
+    return [kind for kind in dict.fromkeys(model.layer_kinds()) if not block_type(kind).adapted]
+
+
 def _stages_without_experts(combination: Combination) -> list[int]:
     """Stages without experts, if others have some."""
     model, pipeline = combination.model, combination.degrees.pipeline
-    if model.kind == "hf" or model.moe is None or pipeline > model.num_layers:
+    if model.kind == "hf" or pipeline > model.num_layers:
         return []
-    stages = stage_layers(model, combination.training.sequence_length, pipeline)
-    return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]
+    return stages_without_experts(model, combination.training.sequence_length, pipeline)
 
 
 BLOCK_RULES = (
     *(
         _of_axis(axis)
         for axis in AXES
-        if any(axis in block_type(kind).refused_axes for kind in BLOCK_TYPES)
+        if axis == "sequence" or any(axis in block_type(kind).refused_axes for kind in BLOCK_TYPES)
+    ),
+    Rule(
+        "block-types-in-stage-b-unavailable",
+        _without_adapters,
+        "training.stage = {x.training.stage} with blocks of the type {found[0]} is {unavailable}: "
+        "none of their linear layers has a plastic adapter, and memory has not been shown on their "
+        "state. Try training.stage = a, or model.mixers without them",
+        THIS_VERSION,
     ),
     Rule(
         "stage-without-experts",

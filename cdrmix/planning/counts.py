@@ -165,9 +165,9 @@ def compute_share(
     """FLOPs of a model whose routed blocks take these fractions of the tokens, by layer, over those
     of the same model in which every block takes all."""
     whole = model.model_copy(update={"mod": None})
-    head = head_flops(model)
-    routed = sum(forward_flops_by_layer(model, sequence_length, fractions)) + head
-    return routed / (sum(forward_flops_by_layer(whole, sequence_length)) + head)
+    above = flops_above_layers(model, sequence_length)
+    routed = sum(forward_flops_by_layer(model, sequence_length, fractions)) + above
+    return routed / (sum(forward_flops_by_layer(whole, sequence_length)) + above)
 
 
 def _mixing_flops(model: ModelConfig, sequence_length: int) -> list[int]:
@@ -215,7 +215,7 @@ def flops_above_layers(model: ModelConfig, sequence_length: int) -> int:
     further = model.mtp.num_tokens - 1
     matrices = sum(_used_flops(model, parameter) for parameter in further_parameters(model))
     mixing = 0
-    if model.mtp.kind == "deepseek" or model.mtp.head == "block":
+    if model.mtp.has_blocks:
         sizes = model.further_blocks()
         mixing = _mixing_flops(sizes, sequence_length)[-1]
     return (1 + further) * head_flops(model) + matrices + further * mixing

@@ -77,6 +77,8 @@ class MemoryModel:
         experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
+        # elements of each layer's mixer, whole or split
+        self._mixers: dict[int, Counter[bool]] = defaultdict(Counter)
         for parameter in parameters(config.model):
             if parameter.part == "experts":
                 experts[parameter.layer] += parameter.num_elements
@@ -95,6 +97,8 @@ class MemoryModel:
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
             self._parts[key][group, is_split] += parameter.num_elements
+            if parameter.layer is not None and ".mixer." in parameter.name:
+                self._mixers[parameter.layer][is_split] += parameter.num_elements
         # those of a layer are one module, whose parameters ZeRO-3 gathers at once
         self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
@@ -437,14 +441,17 @@ class MemoryModel:
         return passing + self.block_gradients(layout, stage)
 
     def block_gradients(self, layout: Layout, stage: int) -> int:
-        """Bytes of the gradients of a block's largest parameters; a frozen block has none."""
+        """Bytes of the gradients of a block's largest parameters: of its feed-forward, or of its
+        mixer, such as the experts of Routing Mamba. A frozen block has none."""
         degrees = layout.degrees
         model = self.model
         dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
-        largest = 0
+        is_last = stage == degrees.pipeline - 1
+        largest = dense if is_last and model.mtp is not None and model.mtp.has_blocks else 0
         for layer in self.stages(degrees.pipeline)[stage]:
             experts = -(-self._parts[layer]["experts", True] // degrees.expert)
-            largest = max(largest, experts or dense)
+            whole, split = (self._mixers[layer][is_split] for is_split in (False, True))
+            largest = max(largest, experts or dense, whole + split // degrees.tensor)
         return self.element_bytes * largest
 
     def _largest_block(self) -> int:

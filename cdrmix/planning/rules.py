@@ -75,7 +75,7 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         (
             "model.ffn_hidden_size",
             # every number divides 0
-            lambda x: x.model.ffn_hidden_size if x.model.has_dense_layers else 0,
+            lambda x: x.model.ffn_hidden_size if x.model.has_dense_feed_forwards else 0,
             "inner features of a dense feed-forward are split",
         ),
     ),

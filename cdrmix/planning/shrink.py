@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from cdrmix.config.model import ModelConfig
@@ -22,6 +23,7 @@ from cdrmix.planning.layout import AXES, Degrees, Layout
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_plan, stage_b_section
+from cdrmix.planning.stages import stages_without_experts
 
 # Processes that a laptop runs at once.
 MOST_RANKS = 8
@@ -126,11 +128,13 @@ def _small_experts(moe: MoEConfig, degrees: Degrees) -> dict[str, Any]:
     }
 
 
-def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
-    """Settings of a few layers that show every kind of the model's.
+def _small_layers(model: ModelConfig, sizes: dict[str, Any], degrees: Degrees) -> dict[str, Any]:
+    """Settings of a few layers that show every kind of the model's, beside its small `sizes`.
 
     A schedule stays as it is. Where layers are listed, each block type is there with each kind of
-    feed-forward that it has, routed or not, in the order of the model, once for every stage.
+    feed-forward that it has, routed or not, in the order of the model, once for every stage, and
+    oftener where a stage would be left without experts: the last has few layers if it computes much
+    above them.
     """
     moe = None if model.moe is None else _small_experts(model.moe, degrees)
     mod = None if model.mod is None else model.mod.model_dump()
@@ -152,13 +156,18 @@ def _small_layers(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
         for layer, kind in enumerate(model.layer_kinds())
     ]
     different = list(dict.fromkeys(kinds))
-    layers = different * max(degrees.pipeline, -(-4 // len(different)))
-    if moe is not None:
-        moe["layers"] = [layer for layer, (_, has_experts, _) in enumerate(layers) if has_experts]
-    if mod is not None and is_routed_by_list:
-        mod["layers"] = [layer for layer, (_, _, is_routed) in enumerate(layers) if is_routed]
-    mixers = [kind for kind, *_ in layers]
-    return {"num_layers": len(layers), "mixers": mixers, "moe": moe, "mod": mod}
+    for times in count(max(degrees.pipeline, -(-4 // len(different)))):
+        layers = different * times
+        if moe is not None:
+            moe["layers"] = [n for n, (_, has_experts, _) in enumerate(layers) if has_experts]
+        if mod is not None and is_routed_by_list:
+            mod["layers"] = [n for n, (_, _, is_routed) in enumerate(layers) if is_routed]
+        mixers = [kind for kind, *_ in layers]
+        settings = {"num_layers": len(layers), "mixers": mixers, "moe": moe, "mod": mod}
+        small = ModelConfig.model_validate(sizes | settings)
+        if not stages_without_experts(small, SEQUENCE_LENGTH, degrees.pipeline):
+            return settings
+    raise AssertionError("a stage of enough layers has each kind")
 
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
@@ -168,7 +177,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
     values["name"] = f"{config.name}-rehearsal"
-    values["model"] = {
+    sizes = {
         "hidden_size": heads * HEAD_DIM,
         "num_heads": heads,
         "num_kv_heads": 4,
@@ -177,8 +186,8 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "mamba": model.mamba and model.mamba.model_dump(),
         "routing_mamba": model.routing_mamba and model.routing_mamba.model_dump(),
         "mtp": model.mtp and model.mtp.model_dump(),
-        **_small_layers(model, degrees),
     }
+    values["model"] = sizes | _small_layers(model, sizes, degrees)
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
         "stage": "a",

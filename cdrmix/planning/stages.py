@@ -24,6 +24,14 @@ def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> lis
     return [range(*pair) for pair in pairwise([*cuts, len(flops)])]
 
 
+def stages_without_experts(model: ModelConfig, sequence_length: int, pipeline: int) -> list[int]:
+    """Pipeline stages of RWKX-V without experts, if others have some."""
+    if model.moe is None:
+        return []
+    stages = stage_layers(model, sequence_length, pipeline)
+    return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]
+
+
 def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
     """Values per token that cross the boundary before each stage, and after the last one (0).
 

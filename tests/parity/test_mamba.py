@@ -22,7 +22,7 @@ from cdrmix.models.selective_scan import (
     selective_scan,
 )
 from cdrmix.objectives.router import router_losses
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import Setting, block_type
 from cdrmix.planning.blocks.mamba import SCAN_CHUNK_TOKENS
 from cdrmix.planning.blocks.routers import router_places
 from cdrmix.planning.counts import block_parameters, forward_flops_by_layer
@@ -297,7 +297,7 @@ def test_a_model_with_mamba_layers_decodes_what_it_computes_at_once() -> None:
             state = output.state
             pieces.append(output.hidden)
     assert_all_close([torch.cat(pieces, 1)], [whole.hidden], 1e-5)
-    size = block_type("mamba").state_bytes(model.config, 12, 4)
+    size = block_type("mamba").span_state(Setting(model.config, 12, 4, "cpu", "cpp", False)).whole
     held = [state[0].mixer.window, state[0].mixer.states]
     assert 2 * size == sum(each.numel() * each.element_size() for each in held), "of two rows"
 

@@ -267,6 +267,26 @@ def test_a_threshold_stays_float32() -> None:
     assert router.threshold.dtype == torch.float32 and float(router.threshold) == before
     assert router.threshold.is_copy, "a checkpoint reads this mark"
     assert router.to("meta").threshold.is_meta
+    with torch.device("meta"):
+        unmade = DepthRouter(make_config("threshold").mod, WIDTH)
+    made = unmade.to(torch.bfloat16).to_empty(device="cpu").threshold
+    assert (made.device.type, made.dtype) == ("cpu", torch.float32)
+
+
+def test_a_block_that_ranks_call_together_is_called_as_often_on_each() -> None:
+    block = awake(RoutedBlock(make_config("threshold"), 1)).eval()
+    x, v_first = torch.randn(2, ROWS, LENGTH, WIDTH).unbind(0)
+    calls: list[Any] = []
+    block.mixer.register_forward_hook(lambda *call: calls.append(call))
+    block.advance(x, v_first, None)
+    assert len(calls) > 1, "rows of different numbers"
+    block.is_collective = True
+    with pytest.raises(AssertionError, match="other numbers of them on each rank"):
+        block.advance(x, v_first, None)
+    calls.clear()
+    block.advance(x[:1], v_first[:1], None)
+    block.advance(x[:, :1], v_first[:, :1], None)
+    assert len(calls) == 2
 
 
 def text(seed: int) -> Iterator[Tensor]:

@@ -46,10 +46,6 @@ class AttentionBlock(BlockType):
             angles *= layout.micro_batch_size
         return angles + segment_mask_bytes(setting, layout)
 
-    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
-        """Keys and values of all tokens."""
-        return tokens * 2 * model.num_kv_heads * model.head_dim * element_bytes
-
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Query, key, value there, mixed values back."""
         kv_width = model.num_kv_heads * model.head_dim

@@ -103,10 +103,6 @@ class BlockType(ABC):
         """Bytes per token of temporary gradients in the mixer's backward pass."""
         return 12 * setting.model.hidden_size * setting.element_bytes
 
-    @abstractmethod
-    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
-        """Bytes of a block's state in decoding, for one sequence of `tokens` tokens."""
-
     def router_sizes(self, model: ModelConfig) -> RoutingMambaConfig | None:
         """Sizes of the mixer's router; None: it has none."""
         return None
@@ -118,6 +114,11 @@ class BlockType(ABC):
     def states_bytes(self, model: ModelConfig, samples: int, sequence: int) -> int | None:
         """Bytes of a layer's states gathered from `sequence` ranks; None: none can be passed."""
         return None
+
+    def is_exchanged(self, model: ModelConfig) -> bool:
+        """True if sequence ranks exchange what the mixer reads of other tokens, in either form."""
+        forms = (self.heads_bytes(model, 1, 1), self.states_bytes(model, 1, 2))
+        return any(form is not None for form in forms)
 
     def state_form_flops(self, model: ModelConfig) -> int:
         """Further forward FLOPs per token where states are passed between sequence ranks."""

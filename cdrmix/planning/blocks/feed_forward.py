@@ -65,7 +65,7 @@ def feed_forward_workspace(setting: Setting) -> int:
     """Bytes per token of temporary gradients in the backward pass of the largest feed-forward."""
     model = setting.model
     inner = []
-    if model.has_dense_layers:
+    if model.has_dense_feed_forwards:
         inner.append(model.ffn_hidden_size)
     if model.moe is not None:
         inner.append(model.moe.top_k * model.moe.expert_hidden_size)

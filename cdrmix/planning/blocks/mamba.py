@@ -107,19 +107,16 @@ class MambaBlock(BlockType):
         return 2 * FLOAT32_BYTES * rates
 
     def span_state(self, setting: Setting) -> PerToken:
-        """Window of the convolution, and the states of the scan."""
-        return PerToken(self.state_bytes(setting.model, 0, setting.element_bytes))
+        """Last K - 1 inputs of the convolution, and N states of a feature in float32."""
+        sizes = mamba_sizes(setting.model)
+        window = (sizes.conv_size - 1) * setting.element_bytes
+        of_feature = window + FLOAT32_BYTES * sizes.state_size
+        return PerToken(of_feature * sizes.expand * setting.model.hidden_size)
 
     def workspace(self, setting: Setting) -> int:
         """Gradients of the four tensors that the scan reads, of its output and of the convolved."""
         model = setting.model
         return 6 * mamba_sizes(model).expand * model.hidden_size * setting.element_bytes
-
-    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
-        """Last K - 1 inputs of the convolution, and N states of a feature in float32."""
-        sizes = mamba_sizes(model)
-        of_feature = (sizes.conv_size - 1) * element_bytes + FLOAT32_BYTES * sizes.state_size
-        return of_feature * sizes.expand * model.hidden_size
 
 
 class RoutingMambaBlock(MambaBlock):

@@ -112,11 +112,6 @@ class RWKVBlock(BlockType):
         recomputed = _FLA_WORKSPACE * setting.model.hidden_size if setting.wkv == "fla" else 0
         return super().workspace(setting) + recomputed
 
-    def state_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
-        """The recurrent state in float32 and the last input of both halves."""
-        recurrent = FLOAT32_BYTES * model.head_dim * model.hidden_size
-        return recurrent + 2 * model.hidden_size * element_bytes
-
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Six tensors in the type of the activations and the decay in float32."""
         return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)

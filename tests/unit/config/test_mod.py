@@ -22,7 +22,7 @@ def model(**changes: Any) -> ModelConfig:
         ({}, {}, (1, 2, 3)),
         ({}, {"transformer_fraction": 1.0}, (0, 1, 2, 3)),
         ({}, {"mixers": ["transformer", "rwkv", "mamba", "rwkv"]}, (0, 2, 3)),
-        ({"layers": [3, 1]}, {}, (1, 3)),
+        ({"layers": [1, 3]}, {}, (1, 3)),
     ],
 )
 def test_the_block_that_makes_v_first_is_never_routed(
@@ -35,6 +35,8 @@ def test_the_block_that_makes_v_first_is_never_routed(
     ("mod", "message"),
     [
         ({"layers": [0]}, "mod.layers holds 0, the first RWKV block"),
+        ({"layers": [1, 1]}, "each once, in rising order"),
+        ({"layers": [3, 1]}, "each once, in rising order"),
         ({"layers": [1, 4]}, "mod.layers holds 4, and the blocks are 0 to 3"),
         ({"capacity": 0}, "greater than 0"),
         ({"capacity": 1.5}, "less than or equal to 1"),
@@ -44,3 +46,10 @@ def test_the_block_that_makes_v_first_is_never_routed(
 def test_blocks_and_modes_that_cannot_be_are_refused(mod: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         model(mod=mod)
+
+
+def test_a_single_rwkv_block_has_nothing_to_route() -> None:
+    with pytest.raises(ValidationError, match="mod has no block to route"):
+        model(num_layers=1, mod={})
+    attention = model(num_layers=1, mod={}, transformer_fraction=1.0)
+    assert attention.routed_layers() == (0,)

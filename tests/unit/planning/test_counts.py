@@ -9,6 +9,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.counts import (
+    compute_share,
     count,
     forward_flops_by_layer,
     head_flops,
@@ -121,6 +122,20 @@ def test_fewer_key_value_heads_cost_smaller_projections_but_the_same_scores() ->
 def test_only_attention_depends_on_the_sequence_length() -> None:
     short, long = (forward_flops_by_layer(TINY, length) for length in (256, 512))
     assert [b - a for a, b in zip(short, long, strict=True)] == [0, 0, 0, 2 * 256 * 128]
+
+
+@pytest.mark.parametrize("mtp", [{}, {"kind": "deepseek"}, {"head": "block"}, None])
+def test_the_share_of_computation_is_that_of_the_counts(mtp: dict[str, str] | None) -> None:
+    family = variant("moe5b").model
+    assert family.mod is not None
+    given = ModelConfig.model_validate(family.model_dump() | {"mtp": mtp})
+    whole = given.model_copy(update={"mod": None})
+    fractions = dict.fromkeys(given.routed_layers(), family.mod.capacity)
+    routed, all_tokens = (count(each, 2048).train_flops_per_token for each in (given, whole))
+    share = compute_share(given, 2048, fractions)
+    assert share == pytest.approx(routed / all_tokens, rel=1e-9)
+    if mtp == {}:
+        assert share == pytest.approx(0.795, abs=5e-4), "heads and maps are of every token"
 
 
 def test_a_dense_model_is_active_as_a_whole() -> None:

@@ -7,6 +7,8 @@ import pytest
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
+from cdrmix.planning.activations import SavedActivations
+from cdrmix.planning.blocks.feed_forward import feed_forward_workspace
 from cdrmix.planning.cluster import Memory, make_cluster
 from cdrmix.planning.counts import (
     count,
@@ -277,3 +279,21 @@ def test_the_head_weighs_as_much_as_the_blocks_that_it_costs() -> None:
     # six blocks and a head of two are eight: four for each of two stages, two for each of four
     assert stage_layers(model, 64, 2) == [range(4), range(4, 6)]
     assert stage_layers(model, 64, 4) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+
+
+@pytest.mark.parametrize("mtp", ["{kind: deepseek, num_tokens: 2}", "{head: block, num_tokens: 2}"])
+def test_a_dense_block_of_a_further_token_takes_its_workspace(mtp: str) -> None:
+    wide = ("model.ffn_hidden_size=65536", "training.sequence_length=64")
+    given = [config("tiny", *wide, f"model.mtp={each}") for each in (mtp, "{num_tokens: 2}")]
+    dense, linear = (feed_forward_workspace(SavedActivations(x, "cpu").setting) for x in given)
+    assert dense == 2 * 4 * 65536
+    assert linear == 2 * 4 * 2 * 256
+
+
+def test_experts_of_a_mixer_have_gradients_on_every_rank() -> None:
+    family = load_config(shipped("model_configs") / "cdrmix-moe5b.yaml")
+    model = MemoryModel(family, "cuda")
+    stacks = 3 * 8 * 2048 * 4096  # input, gate and output of eight experts
+    # two experts of a feed-forward are fewer, sixteen are more
+    assert model.block_gradients(arranged(8, expert=8), 0) == pytest.approx(2 * stacks, rel=0.01)
+    assert model.block_gradients(arranged(8), 0) == 2 * 16 * 3 * 2048 * 2816

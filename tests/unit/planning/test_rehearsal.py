@@ -11,13 +11,15 @@ from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Combination, Degrees
+from cdrmix.planning.layout import Combination, Degrees, Layout
 from cdrmix.planning.shrink import (
     MOST_RANKS,
     PHASE_STEPS,
+    SEQUENCE_LENGTH,
     STEPS,
     Aspect,
     Rehearsal,
+    _small_config,
     aspects,
     planned_stage_b,
     rehearsals,
@@ -25,6 +27,7 @@ from cdrmix.planning.shrink import (
     stage_b_aspects,
     stage_b_rehearsal,
 )
+from cdrmix.planning.stages import stage_layers
 from cdrmix.sessions.rehearse import Check, Rehearsed, RehearsedStage
 
 AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
@@ -113,6 +116,45 @@ def test_listed_layers_are_rehearsed_once_in_each_kind_for_every_stage() -> None
     ranks = small.degrees.world_size
     layout = Combination(small.config, small.degrees, settings, small.profile, ranks, "cpu")
     rules.check(layout, of_this_version=False)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (
+            "model.mixers=[transformer*32]",
+            "model.routing_mamba=null",
+            "model.ffn_activation=squared_relu",
+            f"model.moe.layers={list(range(0, 32, 2))}",
+            "model.mtp.num_tokens=2",
+            "objectives.mtp=[1]",
+        ),
+        ("model.mtp.num_tokens=8", f"objectives.mtp={[1 / 7] * 7}"),
+    ],
+    ids=["dense last layer", "many further tokens"],
+)
+def test_each_small_stage_has_experts_however_short_the_last_one_is(
+    overrides: tuple[str, ...],
+) -> None:
+    config = load_config(
+        shipped("model_configs") / "cdrmix-moe5b.yaml", ["parallel.pipeline=2", *overrides]
+    )
+    degrees = Degrees(data=2, pipeline=2, expert=2)
+    layout = Layout(degrees, 1, 1, 2, activation_checkpointing=True)
+    model = _small_config(config, layout, degrees).model
+    first, last = stage_layers(model, SEQUENCE_LENGTH, 2)
+    assert any(map(model.has_experts, first)) and any(map(model.has_experts, last))
+    # no more layers than that takes
+    kinds = len(
+        dict.fromkeys(
+            zip(
+                model.layer_kinds(),
+                map(model.has_experts, range(len(model.layer_kinds()))),
+                strict=True,
+            )
+        )
+    )
+    assert len(last) <= 2 * kinds
 
 
 def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:

@@ -124,6 +124,14 @@ CASES: list[tuple[str, Combination, Combination]] = [
         layout("model.moe=null", "model.ffn_hidden_size=513", tensor=2),
         layout("model.ffn_hidden_size=513", tensor=2),
     ),
+    *(  # blocks that predict further tokens are dense, though every layer has experts
+        (
+            "tensor-divides-ffn-hidden-size",
+            layout("model.ffn_hidden_size=513", f"model.mtp={further}", tensor=2),
+            layout("model.ffn_hidden_size=513", "model.mtp={num_tokens: 2}", tensor=2),
+        )
+        for further in ("{kind: deepseek, num_tokens: 2}", "{head: block, num_tokens: 2}")
+    ),
     (
         "sequence-divides-num-heads",
         layout("model.hidden_size=96", "model.num_heads=3", data=2, sequence=2),
@@ -200,6 +208,11 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "mod-in-stage-b-unavailable",
         reasoning("model.mod.capacity=0.5"),
         reasoning("model.mod.capacity=0.5", "training.stage=a"),
+    ),
+    (
+        "block-types-in-stage-b-unavailable",
+        reasoning(*MAMBA),
+        reasoning(*MAMBA, "training.stage=a"),
     ),
     ("pipeline-with-stage-2-or-3", layout(zero={"stage": 2}, pipeline=2), layout(pipeline=2)),
     (
