@@ -356,7 +356,11 @@ def _read(
     parts = list(partitions(engine, logical_name))
     is_untrained = all(checkpoint.kinds(n) == ["param"] for part in parts for n in part.names)
     if is_untrained:  # saved before the first step: the optimizer starts anew, too
-        engine.optimizer.optimizer.state.clear()
+        inner = engine.optimizer.optimizer
+        if isinstance(inner, Muon):
+            inner.forget()
+        else:
+            inner.state.clear()
         # DeepSpeed links each parameter to its state once, at the first step that follows.
         engine.optimizer._hp_optimizer_states_linked = False
     elif not all(engine.optimizer.optimizer.state.get(part.master) for part in parts):

@@ -38,9 +38,9 @@ class OptimizerConfig(Section):
     low_rank: Literal["muon", "adamw"] = "adamw"
     """Optimizer of the low-rank pairs of RWKV blocks."""
     max_spike: float | None = Field(10.0, gt=1)
-    """A step in which the norm of the matrices' gradients is more than so many times its running
-    median leaves them out of the momentum, and is counted as optimizer/spikes (ratio); null: none
-    does."""
+    """A step behind training.warmup_steps in which the norm of the matrices' gradients is more than
+    so many times its median over the last 16 steps leaves them out of the momentum, is told in the
+    log and counted as optimizer/spikes (ratio); null: none does."""
     tensor: Literal["refuse", "blockwise"] = "refuse"
     """With tensor ranks: refuse Muon, or orthogonalise each rank's part by itself, which is another
     algorithm."""

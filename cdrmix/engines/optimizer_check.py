@@ -3,16 +3,23 @@
 Frameworks have trained for weeks with a Muon that was plain SGD, was clipped after it had been
 orthogonalised, or had no parameter at all, without a message. So the first step is counted and
 computed again: each matrix is orthogonalised once, Muon has all matrices that the plan gives it,
-and three of them end where a plain computation in float32 puts them. Behind a projection that
-begins with zeros a first gradient is zero, and so are updates of any kind: then the second step
-is looked at as well, which no longer has them.
+and of three the way is computed in float32 beside it: from the gradient to what Newton-Schulz is
+given, through Newton-Schulz, and from its result to the weights. Behind a projection that begins
+with zeros a first gradient is zero, and so are updates of any kind: then the second step is looked
+at as well, which no longer has them.
+
+Newton-Schulz is looked at by itself because it is in bfloat16 on GPUs. There directions in which a
+gradient has less than rounding come out as noise of full size, another for each order of the sums:
+a result of rank one differed by 116 % from that in float32, and by 80 % from the same in bfloat16,
+written otherwise. So results are weighed by what was given, in whose own directions they differed
+by 6.6 % at most, whatever the spectrum, and bounded by the size of an orthogonal matrix elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -23,7 +30,8 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
 from cdrmix.log import get_logger
 from cdrmix.optimizers.muon import Muon, Watched, scale_factor
-from cdrmix.optimizers.newton_schulz import coefficients
+from cdrmix.optimizers.muon_layout import Matrix
+from cdrmix.optimizers.newton_schulz import Kind, coefficients
 from cdrmix.planning.muon import muon_matrices
 
 logger = get_logger(__name__)
@@ -32,9 +40,14 @@ _WATCHED = 3  # matrices that are computed again
 _MOST_STEPS = 3  # of a start that are checked while a watched matrix has no gradient
 # Share of the planned elements that Muon must have.
 _LEAST_COVERED = 0.95
-# Error of a step, as a share of it: a cosine of .999 and a norm off by 2 % come to this. Products
-# in bfloat16 come to a tenth.
+# Error as a share of what is right: a cosine of .999 and a norm off by 2 % come to this.
 _LARGEST_ERROR = 0.05
+# That of Newton-Schulz by itself, in bfloat16 at most .066 (polar in five steps; others .037). Plain
+# momentum in its place is off by .22 and more.
+_LARGEST_ERROR_OF_PRODUCTS = 0.1
+# Root mean square of the singular values that Newton-Schulz gives; all sets end below 1.2 in
+# float32, and in bfloat16 below 1.4.
+_LARGEST_VALUE = 1.5
 # Beside it, the rounding of a float32 weight to which a small step is added (of the weights' norm).
 _ROUNDING = 2.0**-23
 
@@ -67,12 +80,12 @@ class OptimizerCheck:
         rates = [group["lr"] for group in optimizer.param_groups if group["is_muon"]]
         if engine.skipped_steps > skipped or optimizer.is_spike or not any(rates):
             return
-        problems = list(_counts(optimizer, config, optimizer.newton_schulz.matrices - counted))
+        matrices, problems = _counts(optimizer, config, optimizer.newton_schulz.matrices - counted)
         is_idle = False
         for each in watched:
             wholes = _gathered(each)
-            is_idle = is_idle or not wholes[0].any()
-            problems += _differences(optimizer, config, each, wholes)
+            is_idle = is_idle or not wholes.gradient.any()
+            problems += _differences(optimizer, config, each.matrix, wholes)
         # Each rank has its own matrices, and all must agree to stop.
         gathered = runtime.all_gather_object((problems, is_idle))
         found = [text for texts, _ in gathered for text in texts]
@@ -87,12 +100,12 @@ class OptimizerCheck:
         if is_first:
             logger.info(
                 "muon: checked: each of %d matrices orthogonalised once, %d computed again",
-                *(muon_matrices(config)[0], len(watched)),
+                *(matrices, len(watched)),
             )
 
 
-def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> Iterator[str]:
-    """Faults in the numbers of matrices and elements over all ranks; collective."""
+def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> tuple[int, list[str]]:
+    """Matrices over all ranks, and faults in their number and that of elements; collective."""
     matrices, elements = muon_matrices(config)
     # Of ranks that hold the same matrices each one has its share of them, and of elements.
     here = sum(
@@ -109,23 +122,42 @@ def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> Iterator[st
     )
     sums = torch.tensor([orthogonalised, here, bound], dtype=torch.float64)
     done, covered, owned = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+    found = []
     if done != owned:
-        yield f"{done:.0f} matrices were orthogonalised in a step, and there are {owned:.0f}"
+        found.append(
+            f"{done:.0f} matrices were orthogonalised in a step, and there are {owned:.0f}"
+        )
     # Tensor ranks have parts of matrices, which count as matrices.
     if owned != matrices and config.parallel.tensor == 1:
-        yield f"Muon has {owned:.0f} matrices, and the model has {matrices} for it"
+        found.append(f"Muon has {owned:.0f} matrices, and the model has {matrices} for it")
     if covered < _LEAST_COVERED * elements:
-        yield f"Muon has {covered / elements:.1%} of the {elements:,} elements that are for it"
+        share = covered / elements
+        found.append(f"Muon has {share:.1%} of the {elements:,} elements that are for it")
+    return int(owned), found
 
 
-def _gathered(watched: Watched) -> list[Tensor]:
-    """Gradient before and in DeepSpeed's step, momentum, weights before and after, of one matrix.
+class _Whole(NamedTuple):
+    """One matrix at a step, whole, [R, C] each; not a number where nothing was stepped."""
 
-    Whole, and not a number where nothing was stepped; collective over the ranks that hold it.
-    """
+    gradient: Tensor  # before DeepSpeed's step
+    arrived: Tensor  # gradient in it
+    momentum: Tensor  # before the step, as
+    before: Tensor  # are these weights
+    after: Tensor
+    given: Tensor  # to Newton-Schulz
+    orthogonal: Tensor  # its result
+    square: Tensor | None  # of NorMuon, [R], before the step
+
+
+def _gathered(watched: Watched) -> _Whole:
+    """Puts a watched matrix together; collective over the ranks that hold it."""
     matrix = watched.matrix
     values = [watched.gradient, watched.arrived, watched.momentum, watched.before, watched.after]
-    mine = ([[x.cpu() for x in each] for each in values], watched.neuron)
+    own = [watched.given, watched.orthogonal, watched.neuron]
+    mine = (
+        [[x.cpu() for x in each] for each in values],
+        [x if x is None else x.cpu() for x in own],
+    )
     gathered: list[Any] = [mine]
     if watched.group is not None:
         gathered = [None] * torch.distributed.get_world_size(watched.group)
@@ -137,51 +169,92 @@ def _gathered(watched: Watched) -> list[Tensor]:
             for piece, part in zip(matrix.pieces_of(rank), of_rank[kind], strict=False):
                 flat[piece.start : piece.start + piece.numel] = part
         whole.append(flat.view(matrix.rows, matrix.columns))
-    watched.neuron = next((square for _, square in gathered if square is not None), None)
-    return whole
-
-
-def _differences(
-    optimizer: Muon, config: Config, watched: Watched, whole: Sequence[Tensor]
-) -> Iterator[str]:
-    """Faults in the step of one matrix, from what `_gathered` gives."""
-    settings = config.optimizer
-    matrix = watched.matrix
-    shape = (matrix.rows, matrix.columns)
+    # These are on the owner alone.
+    given, orthogonal, square = (
+        next((of_rank[kind] for _, of_rank in gathered if of_rank[kind] is not None), None)
+        for kind in range(len(own))
+    )
+    nothing = torch.full((matrix.rows, matrix.columns), float("nan"))
+    given = nothing if given is None else given
+    orthogonal = nothing if orthogonal is None else orthogonal
     gradient, arrived, momentum, before, after = whole
+    return _Whole(gradient, arrived, momentum, before, after, given, orthogonal, square)
+
+
+def _differences(optimizer: Muon, config: Config, matrix: Matrix, whole: _Whole) -> Iterator[str]:
+    """Faults in the step of one matrix."""
+    settings = config.optimizer
+    gradient, before = whole.gradient, whole.before
     name = f"{matrix.parameter.name}[{matrix.index}]"
-    if not _is_close(arrived, gradient, gradient.norm()):
+    if not _is_close(whole.arrived, gradient, gradient.norm()):
         yield (
             f"{name}: DeepSpeed changed the gradient: its norm was {gradient.norm():.3g} and is "
-            f"{arrived.norm():.3g}"
+            f"{whole.arrived.norm():.3g}"
         )
-    group = next(g for g in optimizer.param_groups if g["is_muon"])
-    rate, decay = group["lr"], config.training.weight_decay
-    momentum = momentum.lerp(gradient, 1 - settings.momentum)
+    momentum = whole.momentum.lerp(gradient, 1 - settings.momentum)
     direction = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
-    update = _orthogonal(direction, settings.newton_schulz, settings.newton_schulz_steps)
+    if not _is_close(whole.given, direction, direction.norm()):
+        yield (
+            f"{name}: Newton-Schulz was given a matrix of norm {whole.given.norm():.3g} where "
+            f"{direction.norm():.3g} is right, and a cosine of "
+            f"{_cosine(whole.given, direction):.4f} with it"
+        )
+    steps = settings.newton_schulz_steps
+    if fault := orthogonal_fault(whole.given, whole.orthogonal, settings.newton_schulz, steps):
+        yield f"{name}: {fault}"
+    update = whole.orthogonal
     if settings.neuron_norm:
-        assert watched.neuron is not None, "its owner has it"
-        square = watched.neuron.cpu().lerp(update.square().mean(1), 1 - settings.neuron_beta)
+        assert whole.square is not None, "its owner has it"
+        square = whole.square.lerp(update.square().mean(1), 1 - settings.neuron_beta)
         normed = update / (square.sqrt() + 1e-8)[:, None]
         update = torch.nan_to_num(normed * (update.norm() / normed.norm()))
-    taken = rate * scale_factor(*shape, settings.scale) * update
+    group = next(g for g in optimizer.param_groups if g["is_muon"])
+    rate, decay = group["lr"], config.training.weight_decay
+    taken = rate * scale_factor(matrix.rows, matrix.columns, settings.scale) * update
     expected = (1 - rate * decay) * before - taken
     rounding = _ROUNDING * float(before.norm())
-    if not _is_close(after, expected, taken.norm(), rounding):
-        moved, planned = after - before, expected - before
-        cosine = torch.nn.functional.cosine_similarity(moved.flatten(), planned.flatten(), dim=0)
+    if not _is_close(whole.after, expected, taken.norm(), rounding):
+        moved, planned = whole.after - before, expected - before
         yield (
             f"{name}: the step has a norm of {moved.norm():.3g} where {planned.norm():.3g} is "
-            f"right, and a cosine of {cosine:.4f} with it"
+            f"right, and a cosine of {_cosine(moved, planned):.4f} with it"
         )
+
+
+def orthogonal_fault(given: Tensor, found: Tensor, kind: Kind, steps: int) -> str:
+    """Fault in Newton-Schulz's result of a matrix, [R, C] both, float32; "" if it is right.
+
+    Args:
+        given: to Newton-Schulz.
+        found: its result, of products in bfloat16 or float32.
+        kind: `optimizer.newton_schulz`.
+        steps: of the iteration.
+    """
+    right = _orthogonal(given, kind, steps)
+    is_tall = given.shape[0] > given.shape[1]
+    # Products on the short side: each singular value of the result is weighed by the given one.
+    found_by, right_by = (given.T @ each if is_tall else each @ given.T for each in (found, right))
+    error, size = (found_by - right_by).norm(), right_by.norm()
+    if not error <= _LARGEST_ERROR_OF_PRODUCTS * size:  # also if it is not a number
+        return (
+            f"Newton-Schulz's result is off by {error / size:.1%} in the directions of what it was "
+            f"given, and has a norm of {found.norm():.3g} where {right.norm():.3g} is right"
+        )
+    most = _LARGEST_VALUE * min(given.shape) ** 0.5
+    if found.norm() > most:
+        return f"Newton-Schulz's result has a norm of {found.norm():.3g}, above {most:.3g}"
+    return ""
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
 
 
 def _is_close(found: Tensor, right: Tensor, size: Tensor, rounding: float = 0.0) -> bool:
     return bool((found - right).norm() <= _LARGEST_ERROR * size + rounding)
 
 
-def _orthogonal(matrix: Tensor, kind: Any, steps: int) -> Tensor:
+def _orthogonal(matrix: Tensor, kind: Kind, steps: int) -> Tensor:
     """Newton-Schulz of one matrix, written plainly."""
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     safety = 1.01 if kind == "polar" and steps <= 5 else 1.0

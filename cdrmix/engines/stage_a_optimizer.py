@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,8 +22,6 @@ from cdrmix.optimizers.groups import muon
 from cdrmix.optimizers.muon import Muon, scale_factor
 from cdrmix.optimizers.muon_layout import Held
 from cdrmix.parallel.apply import logical_name_in
-from cdrmix.planning.muon import matrices_of
-from cdrmix.planning.parameter import Parameter
 
 logger = get_logger(__name__)
 
@@ -62,6 +61,13 @@ def join(engine: Any, optimizer: Muon, config: Config) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         gradients = ((part.master, _gradients(engine, n, part)) for n, part in enumerate(parts))
         optimizer.prepare(gradients, scale=float(getattr(zero, "loss_scale", 1.0)))
+        if optimizer.is_spike and runtime.rank() == 0:
+            logger.warning(
+                "warning: step %d: the norm of the matrices' gradients is %.3g times its recent "
+                "median: they are left out of the momentum (optimizer.max_spike: %g; spike %d)",
+                *(engine.global_steps + 1, optimizer.spike_ratio),
+                *(config.optimizer.max_spike, optimizer.spikes),
+            )
         return take_step(*args, **kwargs)
 
     zero.step = step
@@ -118,18 +124,30 @@ def parameter_table(engine: Any, config: Config) -> JsonObject:
     """
     own = dict(_rows(engine, config))
     table: JsonObject = {}
+    blocks: dict[str, dict[tuple[int, ...], int]] = {}  # matrices of each block of a parameter
     for rows in runtime.all_gather_object(own):
-        table |= rows
+        for name, (row, of_blocks) in rows.items():
+            table[name] = row
+            blocks.setdefault(name, {}).update(of_blocks)
+    for name, of_blocks in blocks.items():
+        if of_blocks:
+            table[name]["matrices"] = sum(of_blocks.values())
     return {name: table[name] for name in sorted(table)}
 
 
-def _rows(engine: Any, config: Config) -> Iterator[tuple[str, JsonObject]]:
+def _rows(
+    engine: Any, config: Config
+) -> Iterator[tuple[str, tuple[JsonObject, dict[tuple[int, ...], int]]]]:
+    """Yields name and row of each parameter of this rank, with the number of Muon's matrices in
+    each block that it knows of: expert and tensor ranks have blocks of their own."""
+    optimizer = engine.optimizer.optimizer
     name = logical_name_in(config.model)
     shapes = engine_state.model_shapes(engine, name)
     trained = {name(own) for own, p in engine.module.named_parameters() if p.requires_grad}
     seen: set[str] = set()
     for part in engine_state.partitions(engine, name):
         is_muon = part.group.get("is_muon", False)
+        bound = optimizer.matrices(part.master) if isinstance(optimizer, Muon) else ()
         for each in part.names:
             assert each not in seen, f"{each} is in two groups"
             seen.add(each)
@@ -139,11 +157,12 @@ def _rows(engine: Any, config: Config) -> Iterator[tuple[str, JsonObject]]:
                 "group": part.group["name"],
                 "shape": list(shape),
             }
-            if is_muon:
-                number, rows, columns = matrices_of(Parameter(each, shape, "feed_forward"))
-                factor = scale_factor(rows, columns, config.optimizer.scale)
-                row |= {"matrices": number, "factor": factor}
-            yield each, row
+            matrices = [matrix for matrix in bound if matrix.parameter.name == each]
+            blocks = Counter(matrix.parameter.block_offset for matrix in matrices)
+            if matrices:
+                rows, columns = matrices[0].rows, matrices[0].columns
+                row["factor"] = scale_factor(rows, columns, config.optimizer.scale)
+            yield each, (row, dict(blocks))
     assert trained == seen, f"in no group: {sorted(trained - seen)}"
 
 

@@ -41,8 +41,9 @@ MOMENTUM = "momentum_buffer"  # state of a partition of matrices
 NEURON_SQUARE = "neuron_square"  # mean square of each row's updates, under NorMuon
 _CLIP_EPSILON = 1e-6  # as DeepSpeed's clipping adds to the norm
 _NEURON_EPSILON = 1e-8
-# Steps whose gradient norms make the running median, and how many there must be to judge by it.
-_MEDIAN_STEPS, _LEAST_STEPS = 64, 8
+# Steps whose gradient norms make the running median. Before there are so many no step is judged.
+# Few, for the norms of a healthy start may grow a hundredfold within fifty steps.
+_MEDIAN_STEPS = 16
 
 
 def scale_factor(
@@ -76,6 +77,9 @@ class Watched:
     before: list[Tensor]
     arrived: list[Tensor] = field(default_factory=list)  # gradients that the optimizer was given
     after: list[Tensor] = field(default_factory=list)
+    # On the owner, [R, C]: of Newton-Schulz, and its result.
+    given: Tensor | None = None
+    orthogonal: Tensor | None = None
     neuron: Tensor | None = None  # rows' mean squares before the step, on the owner
 
 
@@ -93,6 +97,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": training.learning_rate})
         self.settings = optimizer
         self.clipping = training.gradient_clipping
+        self._warmup_steps = training.warmup_steps
         self.newton_schulz = NewtonSchulz(optimizer.newton_schulz, optimizer.newton_schulz_steps)
         # Decay is applied by ranges: vectors and matrices share a group, so that each stage of a
         # pipeline has the same groups, and DeepSpeed the same collectives on all of them.
@@ -108,8 +113,9 @@ class Muon(torch.optim.Optimizer):
         self._partitions: dict[int, Partition] = {}  # by id of the flat master
         self._masters: list[Tensor] = []
         self._norms: deque[float] = deque(maxlen=_MEDIAN_STEPS)  # of the matrices' gradients
+        self._steps = 0  # with finite gradients
         self.spikes = 0  # steps whose gradients were left out of the momentum
-        self.is_spike = False  # the last step's were
+        self.spike_ratio = 0.0  # of the last step's norm to the median where it was one, else 0
         self._clip = 1.0
         self.neurons: dict[tuple[str, int], Tensor] = {}  # [R] by matrix, of those owned here
         self.watched: dict[int, list[Watched]] = {}  # by id of the master
@@ -179,14 +185,31 @@ class Muon(torch.optim.Optimizer):
         self._clip = 1.0
         if self.clipping > 0 and of_adamw > self.clipping:
             self._clip = self.clipping / (of_adamw + _CLIP_EPSILON)
-        self.is_spike = False
-        if math.isfinite(of_muon):  # else DeepSpeed skips the step
-            limit = self.settings.max_spike
-            if limit is not None and len(self._norms) >= _LEAST_STEPS:
-                self.is_spike = of_muon > limit * statistics.median(self._norms)
-            self.spikes += self.is_spike
-            # Spikes too: gradients that stay larger become the usual ones.
-            self._norms.append(of_muon)
+        self.spike_ratio = 0.0
+        # Else the step is skipped, whosever gradients they are.
+        if math.isfinite(of_adamw) and math.isfinite(of_muon):
+            self._judge(of_muon)
+
+    def _judge(self, norm: float) -> None:
+        """Tells whether the norm of the matrices' gradients is a spike, and remembers it.
+
+        Spikes are remembered too: one of sixteen does not move the median, and gradients that stay
+        larger are the usual ones after eight steps.
+        """
+        limit = self.settings.max_spike
+        is_judged = self._steps >= self._warmup_steps and len(self._norms) == _MEDIAN_STEPS
+        if limit is not None and is_judged:
+            median = statistics.median(self._norms)
+            if norm > limit * median > 0:
+                self.spikes += 1
+                self.spike_ratio = norm / median
+        self._steps += 1
+        self._norms.append(norm)
+
+    @property
+    def is_spike(self) -> bool:
+        """True if the last step's gradients were left out of the momentum."""
+        return self.spike_ratio > 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -280,6 +303,9 @@ class Muon(torch.optim.Optimizer):
             batch = self.newton_schulz(torch.stack([whole[place] for place in places]))
             for place, update in zip(places, batch, strict=True):
                 updates[place] = update
+                for watched in (one for each in self.watched.values() for one in each):
+                    if watched.matrix is owned[place]:
+                        watched.given, watched.orthogonal = whole[place].clone(), update.clone()
                 if self.settings.neuron_norm:
                     square = self.neurons[owned[place].key]
                     updates[place] = self._neuron_normed(square, update)
@@ -294,10 +320,24 @@ class Muon(torch.optim.Optimizer):
         return normed * (torch.linalg.norm(update) / torch.linalg.norm(normed).clamp(min=least))
 
     def neuron_rows(self) -> Iterator[tuple[Held, int, Tensor]]:
-        """Yields NorMuon's state: a parameter, the first of its rows, and their mean squares."""
-        for matrix in (one for each in self.partitions() for one in each.matrices):
-            if (square := self.neurons.get(matrix.key)) is not None:
-                yield matrix.parameter, matrix.index * matrix.rows, square
+        """Yields NorMuon's state: a parameter, the first of its rows, and their mean squares.
+
+        As of all state there is none of a partition before its first step.
+        """
+        for master in self._masters:
+            for matrix in self.matrices(master) if self.state.get(master) else ():
+                if (square := self.neurons.get(matrix.key)) is not None:
+                    yield matrix.parameter, matrix.index * matrix.rows, square
+
+    def forget(self) -> None:
+        """Drops all state, as before the first step; what follows a step begins anew with it."""
+        self.state.clear()
+        for square in self.neurons.values():
+            square.zero_()
+
+    def matrices(self, master: Tensor) -> Sequence[Matrix]:
+        """Muon's matrices of the group of a flat partition, on all ranks; none of AdamW's."""
+        return self._partitions[id(master)].matrices
 
     def partitions(self) -> list[Partition]:
         """Flat partitions of this rank."""
@@ -330,11 +370,12 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def history(self) -> dict[str, Any]:
-        """Norms and spikes so far, as JSON; the same on every rank."""
-        return {"norms": list(self._norms), "spikes": self.spikes}
+        """Steps, last norms and spikes so far, as JSON; the same on every rank."""
+        return {"steps": self._steps, "norms": list(self._norms), "spikes": self.spikes}
 
     def load_history(self, saved: dict[str, Any]) -> None:
         """Goes on from `history` of an earlier start."""
+        self._steps = int(saved["steps"])
         self._norms = deque(map(float, saved["norms"]), maxlen=_MEDIAN_STEPS)
         self.spikes = int(saved["spikes"])
 

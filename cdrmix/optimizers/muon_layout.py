@@ -15,10 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from cdrmix.planning.muon import maps_in_rows, newton_schulz_flops
-
-# Elements of the matrices that are exchanged at a time, per rank: float32, there and back.
-_ROUND_ELEMENTS = 2**26
+from cdrmix.planning.muon import ROUND_ELEMENTS, maps_in_rows, newton_schulz_flops
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Exchange:
         self.device = device
         self.size = torch.distributed.get_world_size(group) if group is not None else 1
         # of bounded size, each exchanged at once; alike on all ranks of the group
-        self.rounds = list(_rounds(matrices, _ROUND_ELEMENTS * self.size))
+        self.rounds = rounds_of(matrices, ROUND_ELEMENTS)
 
     def gather(self, matrices: Sequence[Matrix], values: Sequence[list[Tensor]]) -> list[Tensor]:
         """Whole matrices of one round that this rank owns, [rows, columns] each, in its order.
@@ -196,16 +193,21 @@ class Exchange:
         return [iter(part.split(of_rank)) for part, of_rank in by_rank]
 
 
-def _rounds(matrices: Sequence[Matrix], limit: int) -> Iterator[list[Matrix]]:
-    """Consecutive matrices of at most `limit` elements together; a larger one is alone."""
-    chosen: list[Matrix] = []
-    elements = 0
+def rounds_of(matrices: Sequence[Matrix], limit: int) -> list[list[Matrix]]:
+    """Matrices that are exchanged and orthogonalised together, alike on all ranks.
+
+    Of each owner a round has consecutive matrices of at most `limit` elements, or a larger one
+    alone: in the order of the model they would lie on few owners, for whom all others would wait.
+    """
+    rounds: list[list[Matrix]] = []
+    filled: dict[int, tuple[int, int]] = {}  # by owner: its last round, and its elements in it
     for matrix in matrices:
         size = matrix.rows * matrix.columns
-        if chosen and elements + size > limit:
-            yield chosen
-            chosen, elements = [], 0
-        chosen.append(matrix)
-        elements += size
-    if chosen:
-        yield chosen
+        number, elements = filled.get(matrix.owner, (0, 0))
+        if elements and elements + size > limit:
+            number, elements = number + 1, 0
+        filled[matrix.owner] = number, elements + size
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(matrix)
+    return rounds

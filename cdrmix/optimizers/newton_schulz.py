@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Coefficients = tuple[float, float, float]
+Kind = Literal["simple", "quintic", "polar"]
 
 # One set for every step; singular values end between .68 and 1.13.
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -45,7 +46,7 @@ _POLAR_SAFETY = 1.01  # the five-step sets must not meet a singular value above 
 _EPSILON = 1e-7
 
 
-def coefficients(kind: Literal["simple", "quintic", "polar"], steps: int) -> list[Coefficients]:
+def coefficients(kind: Kind, steps: int) -> list[Coefficients]:
     """Coefficients of each step; where a table is shorter, its last set is repeated."""
     tables = {
         "simple": (_SIMPLE,),
@@ -56,6 +57,11 @@ def coefficients(kind: Literal["simple", "quintic", "polar"], steps: int) -> lis
     return [table[min(step, len(table) - 1)] for step in range(steps)]
 
 
+def product_type(device: torch.device) -> torch.dtype:
+    """Type of the products on a device: float32 on CPUs, most of which emulate bfloat16."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 class NewtonSchulz:
     """Orthogonalises batches of matrices, and counts them.
 
@@ -64,7 +70,7 @@ class NewtonSchulz:
     and keeps singular vectors and the sign of a matrix.
     """
 
-    def __init__(self, kind: Literal["simple", "quintic", "polar"], steps: int) -> None:
+    def __init__(self, kind: Kind, steps: int) -> None:
         self.sets = coefficients(kind, steps)
         self.safety = _POLAR_SAFETY if kind == "polar" and steps <= len(_POLAR_5) else 1.0
         self.matrices = 0  # orthogonalised so far
@@ -72,16 +78,16 @@ class NewtonSchulz:
     def __call__(self, matrices: Tensor) -> Tensor:
         """Returns the orthogonalised matrices, [N, rows, columns], float32.
 
-        On a GPU the products are in bfloat16, after a matrix is divided by its norm in float32. On
-        CPUs, most of which emulate bfloat16, they are in float32.
+        The products are in `product_type`, after a matrix is divided by its norm in float32. In
+        bfloat16 singular values below about 2^-9 of that norm are lost in rounding, whose noise is
+        orthogonalised in their place.
         """
         self.matrices += len(matrices)
         is_tall = matrices.shape[-2] > matrices.shape[-1]
         x = matrices.mT if is_tall else matrices
         norm = torch.linalg.matrix_norm(x, keepdim=True)  # [N, 1, 1], Frobenius
         x = x / (norm * self.safety + _EPSILON)
-        if x.device.type != "cpu":
-            x = x.to(torch.bfloat16)
+        x = x.to(product_type(x.device))
         for a, b, c in self.sets:
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

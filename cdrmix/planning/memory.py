@@ -34,7 +34,7 @@ from cdrmix.planning.counts import further_parameters, parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
-from cdrmix.planning.muon import matrices_of, takes_muon
+from cdrmix.planning.muon import ROUND_ELEMENTS, WORKING_BYTES, matrices_of, takes_muon
 from cdrmix.planning.stages import boundary_values
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
@@ -73,7 +73,7 @@ class MemoryModel:
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
-        self._of_muon: set[Group] = set()
+        self._of_muon: dict[Group, int] = {}  # elements of the largest matrix
         experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
@@ -92,7 +92,8 @@ class MemoryModel:
             if parameter.part == "experts" and config.model.has_deepspeed_experts:
                 group = "experts"
             if is_muon:
-                self._of_muon.add(group)
+                _, rows, columns = matrices_of(parameter)
+                self._of_muon[group] = max(rows * columns, self._of_muon.get(group, 0))
             is_split = parameter.cut is not None
             self._parameters.append((group, parameter.num_elements, is_split))
             key = parameter.name if parameter.layer is None else parameter.layer
@@ -345,6 +346,8 @@ class MemoryModel:
             "gradient_buckets": self._buckets(layout, stage, activations),
             "workspace": self._workspace(layout, stage),
         }
+        if self._of_muon:
+            buffers["newton_schulz"] = self._newton_schulz(layout, stage, activations)
         if stage == degrees.pipeline - 1:
             # a chunk of logits and its exponential in float32, and the head's gradient of a chunk
             vocab = self.model.vocab_size // degrees.tensor
@@ -424,6 +427,24 @@ class MemoryModel:
             again = size * bucket if layout.degrees.pipeline > 1 else 0
             total += max(0, 4 * largest + again - activations)
         return total
+
+    def _newton_schulz(self, layout: Layout, stage: int, activations: int) -> int:
+        """Bytes of a round of Newton-Schulz, beyond the activations that are free by then.
+
+        An estimate: a round has a rank's share of a group, up to a limit, and a matrix at least.
+        """
+        degrees = layout.degrees
+        held = self.held(degrees, stage)
+        shares = {group: -(-n // degrees.optimizer_ranks(group)) for group, n in held.items()}
+        elements = 0
+        for group, matrix in self._of_muon.items():
+            parts = 1 if group == "experts" else degrees.tensor  # of a matrix
+            share = min(ROUND_ELEMENTS, shares.get(group, 0))
+            elements = max(elements, share, matrix // parts)
+        free = activations
+        if not self._is_bf16:  # as `_buckets` counts them
+            free -= 4 * max(shares.values())
+        return max(0, WORKING_BYTES[self.device] * elements - max(0, free))
 
     def _workspace(self, layout: Layout, stage: int) -> int:
         """Bytes of temporary gradients: of one block's activations and its largest parameters."""

@@ -20,6 +20,15 @@ DEAR_RATIO = 0.10
 _PARTS: frozenset[Part] = frozenset({"time_mix", "attention", "feed_forward", "mamba"})
 # Weights that hold two maps in their rows: gate and up of transformers' packed experts.
 _TWO_MAPS = "gate_up_proj"
+# Weights that hold several maps of unequal rows, which are AdamW's: time step, input and output of
+# Mamba's scan. As one matrix their updates would not be independent.
+_SEVERAL_MAPS = "x_proj.weight"
+# Elements of a rank's own matrices that are exchanged and orthogonalised at a time.
+ROUND_ELEMENTS = 2**26
+# Bytes that a round takes for each of these elements, of square matrices, which take most: float32
+# of what is followed, of the matrices and of their stack; the iteration's input, output and two
+# products beside them, in float32 on CPUs and bfloat16 on GPUs.
+WORKING_BYTES = {"cpu": 3 * 4 + 4 * 4, "cuda": 3 * 4 + 4 * 2}
 
 
 def takes_muon(parameter: Parameter, optimizer: OptimizerConfig) -> bool:
@@ -28,6 +37,8 @@ def takes_muon(parameter: Parameter, optimizer: OptimizerConfig) -> bool:
     A parameter of three dimensions is a stack of experts, or a convolution's kernel.
     """
     if optimizer.kind != "muon" or not parameter.is_trained:
+        return False
+    if parameter.name.endswith(_SEVERAL_MAPS):
         return False
     if parameter.part in ("experts", "mamba_experts"):
         return optimizer.experts == "muon" and len(parameter.shape) in (2, 3)

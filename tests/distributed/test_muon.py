@@ -222,11 +222,15 @@ CASE = Case(data=2, expert=2, optimizer="muon", model=SMALL)
 def planted(fault: str) -> str | None:
     """Message of the first step with a fault in this process; None where it passes."""
     from cdrmix.engines.optimizer_check import OptimizerCheck
-    from cdrmix.optimizers import groups
+    from cdrmix.optimizers import groups, newton_schulz
 
     case = CASE
     if fault == "bf16":
         case = replace(CASE, training={"precision": "bf16"})
+    product_type = newton_schulz.product_type
+    if fault.startswith("as on a GPU"):  # with gradients of twenty tokens, and so of low rank
+        newton_schulz.product_type = lambda _: torch.bfloat16
+        case = replace(CASE, length=8, settings={"neuron_norm": "normed" in fault})
     if fault == "blockwise":
         case = Case(tensor=2, optimizer="muon", model=SMALL, settings={"tensor": "blockwise"})
     if fault == "neuron norm":
@@ -247,8 +251,10 @@ def planted(fault: str) -> str | None:
             optimizer.newton_schulz(torch.randn(1, 4, 4))
 
         engine.backward = orthogonalise_too
+    if fault in ("other momentum", "other scale"):
+        changes = {"momentum": 0.5} if "momentum" in fault else {"scale": "unit_rms"}
+        optimizer.settings = optimizer.settings.model_copy(update=changes)
     if fault == "plain momentum":
-        count = optimizer.newton_schulz
 
         class Nothing:
             matrices = 0
@@ -257,13 +263,14 @@ def planted(fault: str) -> str | None:
                 self.matrices += len(batch)
                 return batch / batch.norm(dim=(1, 2), keepdim=True) * 4
 
-        assert count is not None
         optimizer.newton_schulz = Nothing()
     try:
         with OptimizerCheck().of_step(engine, started.config):
             run_steps(started, count=1)
     except StateError as error:
         return str(error)
+    finally:
+        newton_schulz.product_type = product_type
     return None
 
 
@@ -274,7 +281,11 @@ FAULTS = {
     "tags cleared": "of the .* elements that are for it",
     "clipped": "DeepSpeed changed the gradient",
     "every micro-step": "were orthogonalised in a step, and there are",
-    "plain momentum": "where .* is right, and a cosine of",
+    "as on a GPU": None,
+    "as on a GPU, normed": None,
+    "plain momentum": "Newton-Schulz's result is off by",
+    "other momentum": "Newton-Schulz was given a matrix of norm",
+    "other scale": "the step has a norm of .* is right, and a cosine of 1.0000",
 }
 
 
@@ -299,9 +310,33 @@ def test_the_check_of_the_first_step_notices_faults() -> None:
                 assert re.search(pattern, message), message
 
 
+def blockwise() -> tuple[str | None, dict[str, Any], float]:
+    """Message of the check, and the table of parameters with the matrices orthogonalised."""
+    from cdrmix.engines.stage_a_optimizer import parameter_table
+
+    runtime.initialize_distributed()
+    wake_blocks()
+    message = planted("blockwise")
+    case = Case(tensor=2, optimizer="muon", model=SMALL, settings={"tensor": "blockwise"})
+    started = start(case)
+    run_steps(started, count=1)
+    done = torch.tensor(float(started.engine.optimizer.optimizer.newton_schulz.matrices))
+    table = parameter_table(started.engine, started.config)
+    total = float(runtime.all_reduce_sum(done))
+    runtime.destroy_distributed()
+    return message, table, total
+
+
 def test_tensor_ranks_orthogonalise_their_parts_where_that_is_asked_for() -> None:
     # In processes of its own: DeepSpeed keeps one layout of tensor ranks for a process.
-    assert run_ranks(plant_all, 2, ["blockwise"]) == [{"blockwise": None}] * 2
+    for message, table, orthogonalised in run_ranks(blockwise, 2):
+        assert message is None
+        rows = {name: row for name, row in table.items() if row["optimizer"] == "muon"}
+        assert sum(row["matrices"] for row in rows.values()) == orthogonalised
+        # Of 64 x 64, cut in two; and four experts, which tensor ranks share out whole.
+        (key,) = (row for name, row in rows.items() if name.endswith("0.mixer.key.weight"))
+        assert (key["matrices"], key["factor"]) == (2, pytest.approx(0.2 * 64**0.5))
+        assert {row["matrices"] for name, row in rows.items() if "experts" in name} == {4}
 
 
 # With experts: several rows of one stack are on a rank, each with an owner of its own.
@@ -320,25 +355,45 @@ def state_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def save_and_go_on(folder: str) -> tuple[Any, Any]:
+def save_and_go_on(folder: str) -> tuple[Any, Any, Any]:
     runtime.initialize_distributed()
     wake_blocks()
     started = start(RESUMED)
+    save(started, Path(folder) / "untrained", 0)
     run_steps(started, count=3)
+    begun = state_of(started.engine)
+    save(started, Path(folder), 3)
+    ended = go_on(started)
+    again = resume(folder, RESUMED)
+    # Back to before the first step, which has no state of the optimizer.
+    load(started, Path(folder) / "untrained")
+    untrained = state_of(started.engine)
+    run_steps(started, count=3)
+    begun_again = state_of(started.engine)
+    runtime.destroy_distributed()
+    return (ended, begun), (again, begun_again), untrained
+
+
+def save(started: Any, folder: Path, step: int) -> None:
     from cdrmix.models.backbone import logical_name
 
     save_checkpoint(
-        Path(folder),
-        3,
+        folder,
+        step,
         engine_state.fragments(started.engine, logical_name),
         state={"engine": engine_state.counters(started.engine)},
         rank_state={},
         keep=1,
     )
-    ended = go_on(started)
-    again = resume(folder, RESUMED)
-    runtime.destroy_distributed()
-    return ended, again
+
+
+def load(started: Any, folder: Path) -> None:
+    from cdrmix.models.backbone import logical_name
+
+    newest = find_newest(folder)
+    assert newest is not None
+    with CheckpointFile(newest.path) as checkpoint:
+        engine_state.load_engine(started.engine, checkpoint, logical_name)
 
 
 def go_on(started: Any) -> tuple[Any, Any]:
@@ -347,13 +402,8 @@ def go_on(started: Any) -> tuple[Any, Any]:
 
 
 def resume(folder: str, case: Case) -> tuple[Any, Any]:
-    from cdrmix.models.backbone import logical_name
-
     started = start(case, seed=77)
-    newest = find_newest(Path(folder))
-    assert newest is not None
-    with CheckpointFile(newest.path) as checkpoint:
-        engine_state.load_engine(started.engine, checkpoint, logical_name)
+    load(started, Path(folder))
     return go_on(started)
 
 
@@ -368,9 +418,43 @@ def resume_alone(folder: str) -> Any:
 
 def test_resuming_is_bitwise_and_moves_to_other_layouts(tmp_path: Path) -> None:
     ranks = run_ranks(save_and_go_on, 2, str(tmp_path))
-    for ended, again in ranks:
+    for ended, again, untrained in ranks:
         assert ended == again
-    kinds = {name.split()[1] for name in ranks[0][0][1]}
+        assert {name.split()[1] for name in untrained} == {"param"}
+    losses, state = ranks[0][0][0]
+    kinds = {name.split()[1] for name in state}
     assert {"param", "momentum_buffer", "neuron_square", "exp_avg"} <= kinds
-    for losses in run_ranks(resume_alone, 1, str(tmp_path))[0]:
-        assert losses == pytest.approx(ranks[0][0][0], rel=1e-6)
+    for found in run_ranks(resume_alone, 1, str(tmp_path))[0]:
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+def begin_and_spike() -> tuple[list[float], int, int, str]:
+    """Norms of a plain start, its spikes, those with one planted behind it, and the log of it."""
+    import logging
+
+    runtime.initialize_distributed()
+    training = {"max_steps": 60, "warmup_steps": 10}
+    started = start(Case(moe=False, optimizer="muon", model=SMALL, training=training))
+    engine, optimizer = started.engine, started.engine.optimizer.optimizer
+    told = io.StringIO()
+    logging.getLogger("cdrmix").addHandler(logging.StreamHandler(told))
+    run_steps(started, count=1)
+    norms = optimizer.history()["norms"]
+    run_steps(started, first=1, count=39)
+    norms += optimizer.history()["norms"]
+    plain = optimizer.spikes
+    backward = engine.backward
+    engine.backward = lambda loss: backward(100 * loss)
+    run_steps(started, first=40, count=1)
+    engine.backward = backward
+    run_steps(started, first=41, count=4)
+    runtime.destroy_distributed()
+    return norms, plain, optimizer.spikes, told.getvalue()
+
+
+def test_a_plain_start_has_no_spikes_and_a_planted_one_is_told() -> None:
+    ((norms, plain, spikes, told),) = run_ranks(begin_and_spike, 1)
+    # Blocks wake up behind projections of zeros.
+    assert norms[-1] > 20 * norms[0]
+    assert (plain, spikes) == (0, 1)
+    assert told.count("warning: step 41: the norm of the matrices' gradients is") == 1

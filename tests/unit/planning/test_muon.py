@@ -3,10 +3,13 @@
 import pytest
 
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.comparison import compare
 from cdrmix.planning.counts import count, parameters
+from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.muon import (
     matrices_of,
     muon_matrices,
@@ -50,6 +53,8 @@ def test_kernels_and_vectors_of_other_models_are_adamws() -> None:
     assert not takes_muon(Parameter("conv1d.weight", (64, 1, 4), "mamba"), muon)
     assert takes_muon(Parameter("in_proj.weight", (64, 16), "mamba"), muon)
     assert not takes_muon(Parameter("x", (4, 4), "feed_forward", is_trained=False), muon)
+    # Its rows are three maps, of unequal sizes.
+    assert not takes_muon(Parameter("mixer.x_proj.weight", (20, 64), "mamba"), muon)
     packed = Parameter("experts.gate_up_proj", (8, 2 * 30, 16), "experts")
     assert takes_muon(packed, muon)
     assert matrices_of(packed) == (16, 30, 16)
@@ -87,3 +92,23 @@ def test_a_plan_tells_flops_ratio_and_the_smaller_states() -> None:
     _, elements = muon_matrices(config())
     assert states[1] - states[0] == pytest.approx(4 * elements / 2, rel=0.01)
     assert muon["step_seconds"] > adamw["step_seconds"]
+
+
+def test_a_plan_has_room_for_a_round_beyond_the_activations() -> None:
+    matrices = 4 * 256 * 256 + 2 * 256 * 1024  # of one block without experts
+    given = config(
+        *("model.moe=null", "model.num_layers=1", "model.mixers=[transformer]"),
+        *("model.hidden_size=256", "model.num_heads=2", "model.ffn_hidden_size=1024"),
+        *("training.precision=bf16", "training.sequence_length=8"),
+    )
+    assert muon_matrices(given) == (6, matrices)
+    alone, spread = (
+        MemoryModel(given, "cpu").estimate(Layout(Degrees(data), 2, 1, 1, False))
+        for data in (1, 64)
+    )
+    assert alone.buffers["newton_schulz"] == 28 * matrices - alone.activations > 0
+    # A rank owns a matrix at least, however small its share.
+    assert spread.buffers["newton_schulz"] == 28 * 256 * 1024 - spread.activations > 0
+    adamw = given.model_copy(update={"optimizer": OptimizerConfig()})
+    buffers = MemoryModel(adamw, "cpu").estimate(Layout(Degrees(), 2, 1, 1, False)).buffers
+    assert "newton_schulz" not in buffers
