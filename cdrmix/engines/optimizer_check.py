@@ -42,8 +42,8 @@ _MOST_STEPS = 3  # of a start that are checked while a watched matrix has no gra
 _LEAST_COVERED = 0.95
 # Error as a share of what is right: a cosine of .999 and a norm off by 2 % come to this.
 _LARGEST_ERROR = 0.05
-# That of Newton-Schulz by itself, in bfloat16 at most .066 (polar in five steps; others .037). Plain
-# momentum in its place is off by .22 and more.
+# That of Newton-Schulz by itself, in bfloat16 at most .066 (polar in five steps; others .037).
+# Plain momentum in its place is off by .22 and more.
 _LARGEST_ERROR_OF_PRODUCTS = 0.1
 # Root mean square of the singular values that Newton-Schulz gives; all sets end below 1.2 in
 # float32, and in bfloat16 below 1.4.
