@@ -92,6 +92,8 @@ setup(
         "evaluation": ["lm-eval>=0.4.13"],  # lm-evaluation-harness
         "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],
+        # built against the CUDA of the machine: not part of `gpu`
+        "mamba": ["mamba-ssm>=2.2"],
         "gguf": ["gguf>=0.19"],  # `cdrmix export --format gguf`
         "lora": ["peft>=0.21"],  # model.lora
         # Engines of `cdrmix data build` beside processes of one machine.

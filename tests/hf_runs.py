@@ -130,9 +130,11 @@ def make_plan(case: Case, config: Config, world_size: int) -> Plan:
         return choose(config, processes(world_size), profile=file.name)
 
 
-def global_batch(step: int, config: Config) -> dict[str, Tensor]:
-    """Rows of a step with some documents in each; ranks have different numbers of them."""
-    vocabulary = config.model.vocab_size
+def global_batch(step: int, vocabulary: int, *, has_kinds: bool = False) -> dict[str, Tensor]:
+    """Rows of a step with some documents in each; ranks have different numbers of them.
+
+    With kinds, those of their labels, as objectives need them.
+    """
     source = torch.Generator().manual_seed(step)
     ids = torch.randint(3, vocabulary, (GLOBAL_BATCH, LENGTH + 1), generator=source)
     starts = torch.zeros(GLOBAL_BATCH, LENGTH, dtype=torch.bool)
@@ -143,7 +145,7 @@ def global_batch(step: int, config: Config) -> dict[str, Tensor]:
     # the first token of a document is not predicted
     labels[:, :-1][segments[:, 1:] != segments[:, :-1]] = -100
     batch = {"input_ids": ids[:, :-1], "labels": labels, "segment_ids": segments}
-    if config.objectives is not None:
+    if has_kinds:
         batch["kinds"] = (segments * torch.arange(1, GLOBAL_BATCH + 1)[:, None] % len(KINDS)).byte()
     return batch
 
@@ -183,7 +185,7 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> list[t
     config, topology, engine = started.config, started.topology, started.engine
     found = []
     for step in range(first, first + count):
-        rows = global_batch(step, config)
+        rows = global_batch(step, config.model.vocab_size, has_kinds=config.objectives is not None)
         weights = own_weights(rows, config)
         batch = {}
         for name, values in rows.items():
@@ -213,7 +215,7 @@ def plain_steps(folder: Path, config: Config, *, count: int = STEPS) -> list[tup
     )
     found = []
     for step in range(count):
-        batch = global_batch(step, config)
+        batch = global_batch(step, config.model.vocab_size, has_kinds=config.objectives is not None)
         learned, nats, balance = _plain_loss(model, batch, config)
         valid = float(sum_weights(batch["labels"]))
         (learned + balance).backward()

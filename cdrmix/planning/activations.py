@@ -17,6 +17,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.blocks.attention import segment_mask_bytes
 from cdrmix.planning.blocks.block_type import (
+    BlockType,
     PerToken,
     SequenceForm,
     Setting,
@@ -71,6 +72,7 @@ class SavedActivations:
         length = self.training.sequence_length
         self.stages = cache(partial(stage_layers, self.model, length))
         self._halves_of = cache(self._halves)
+        self._form_of = cache(self._form)
 
     def tokens(self, layout: Layout) -> int:
         """Tokens of a rank's micro-batch."""
@@ -78,10 +80,13 @@ class SavedActivations:
 
     def sequence_form(self, layer: int, degrees: Degrees) -> SequenceForm:
         """Exchange of a block's mixer between sequence ranks."""
-        return self.types[layer].sequence_form(
+        return self._form_of(self.types[layer], degrees.sequence)
+
+    def _form(self, kind: BlockType, sequence: int) -> SequenceForm:
+        return kind.sequence_form(
             self.model,
             sequence_length=self.training.sequence_length,
-            sequence=degrees.sequence,
+            sequence=sequence,
             element_bytes=self.element_bytes,
         )
 

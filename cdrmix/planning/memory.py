@@ -393,7 +393,7 @@ class MemoryModel:
         assert isinstance(activations, SavedActivations), "rules refuse it of Hugging Face models"
         tokens = activations.tokens(layout)
         largest = 0
-        for layer, kind in enumerate(activations.types):
+        for kind, layer in {kind: n for n, kind in enumerate(activations.types)}.items():
             if activations.sequence_form(layer, layout.degrees) == "state":
                 sequence = layout.degrees.sequence
                 message = kind.states_bytes(self.model, layout.micro_batch_size, sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cdrmix.config.model import ModelConfig
@@ -12,6 +13,13 @@ from cdrmix.planning.layout import Degrees
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
     """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block."""
+    # A search asks for each of its layouts. The folder of a Hugging Face model may change.
+    cut = _cut if model.kind == "rwkx" else _cut.__wrapped__
+    return list(cut(model, sequence_length, pipeline))
+
+
+@lru_cache(maxsize=64)
+def _cut(model: ModelConfig, sequence_length: int, pipeline: int) -> tuple[range, ...]:
     flops = forward_flops_by_layer(model, sequence_length)
     above = flops_above_layers(model, sequence_length)  # computed by the last stage
     reached = list(accumulate(flops))
@@ -21,12 +29,12 @@ def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> lis
         open_cuts = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
         distances = {cut: abs(reached[cut - 1] - share * stage) for cut in open_cuts}
         cuts.append(min(distances, key=distances.__getitem__))
-    return [range(*pair) for pair in pairwise([*cuts, len(flops)])]
+    return tuple(range(*pair) for pair in pairwise([*cuts, len(flops)]))
 
 
 def stages_without_experts(model: ModelConfig, sequence_length: int, pipeline: int) -> list[int]:
     """Pipeline stages of RWKX-V without experts, if others have some."""
-    if model.moe is None:
+    if pipeline == 1 or len(model.moe_layers()) in (0, model.num_layers):
         return []
     stages = stage_layers(model, sequence_length, pipeline)
     return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]

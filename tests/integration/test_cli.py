@@ -155,8 +155,14 @@ def test_what_a_user_got_wrong_is_one_line(words: list[str | Path], told: str) -
     [
         (["generate", "RUN", "--temperature", "-1"], "given -1, allowed is a number from 0"),
         (["generate", "RUN", "--max-new-tokens", "0"], "given 0, allowed is a number from 1"),
-        (["generate", "RUN", "--memory", "--seed", "1"], "--seed go without --memory"),
-        (["generate", "RUN", "--memory", "--weights", "ema"], "--seed go without --memory"),
+        (
+            ["generate", "RUN", "--memory", "--seed", "1"],
+            "--speculate go without --memory",
+        ),
+        (
+            ["generate", "RUN", "--memory", "--weights", "ema"],
+            "--speculate go without --memory",
+        ),
         (["evaluate", "RUN", "--suite", "reasoning", "--weights", "ema"], "go with --suite text"),
         (["evaluate", "RUN", "--max-tokens", "many"], "invalid number value: 'many'"),
         (["evaluate"], "required: RUN_DIR"),

