@@ -182,9 +182,9 @@ def plain(folder: str, config: Config) -> tuple[Any, list[tuple[float, float]]]:
     steps = []
     for step in range(STEPS):
         batch = global_batch(step, config.model.vocab_size)
-        nats, balance = _plain_loss(model, batch, config)
+        learned, nats, balance = _plain_loss(model, batch, config)
         valid = float((batch["labels"] != -100).sum())
-        (nats / valid + balance).backward()
+        (learned + balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, CLIPPING)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
