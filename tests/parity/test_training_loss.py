@@ -43,6 +43,7 @@ class Engine:
         self.device = torch.device("cpu")
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}])
         self.objective = 0.0
+        self.skipped_steps = 0
         self._num_micro_steps = num_micro_steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -217,7 +217,7 @@ def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
     [
         (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
         (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
-        (["--examples", "3"], "--examples, --tasks, --write-tasks and --branches go with --suite"),
+        (["--examples", "3"], "--examples with --suite reasoning and --suite infill"),
         (
             ["--suite", "reasoning", "--max-tokens", "9"],
             "--max-tokens and --data go with --suite text",
