@@ -16,7 +16,7 @@ from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import METRICS
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.evaluation.ngram import unigram_and_bigram
-from cdrmix.evaluation.perplexity import held_out_rows
+from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
 
@@ -63,22 +63,7 @@ def finish(run: Run, stage: Pretraining) -> None:
         report = write_report(path)
         sample = stage.samples[-1]
         logger.info("sample: %s%s", sample["prompt"], sample["text"])
-        logger.info(
-            "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
-            *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
-            f"{evaluation.tokens:,}",
-        )
-        if average is not None:
-            logger.info(
-                "validation of the average of the weights: loss %.4f, perplexity %.2f",
-                *(average.loss, average.perplexity),
-            )
-        if evaluation.domains:
-            by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
-            logger.info("validation loss by domain: %s", ", ".join(by_domain))
-        if evaluation.objectives:
-            by_objective = (f"{each.objective} {each.loss:.4f}" for each in evaluation.objectives)
-            logger.info("validation loss by objective: %s", ", ".join(by_objective))
+        _log_evaluation(evaluation, average)
         if baselines is not None:
             logger.info(
                 "for comparison, n-gram models of the same training tokens: "
@@ -90,6 +75,26 @@ def finish(run: Run, stage: Pretraining) -> None:
     runtime.first_rank_does(write_results)
     if run.config.model.lora is not None:
         runtime.first_rank_does(lambda: _write_adapter(run))
+
+
+def _log_evaluation(evaluation: Evaluation, average: Evaluation | None) -> None:
+    """Log the held-out loss of the weights, of their average, by domain and by objective."""
+    logger.info(
+        "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
+        *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
+        f"{evaluation.tokens:,}",
+    )
+    if average is not None:
+        logger.info(
+            "validation of the average of the weights: loss %.4f, perplexity %.2f",
+            *(average.loss, average.perplexity),
+        )
+    if evaluation.domains:
+        by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
+        logger.info("validation loss by domain: %s", ", ".join(by_domain))
+    if evaluation.objectives:
+        by_objective = (f"{each.objective} {each.loss:.4f}" for each in evaluation.objectives)
+        logger.info("validation loss by objective: %s", ", ".join(by_objective))
 
 
 def _write_adapter(run: Run) -> None:

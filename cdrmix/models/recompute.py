@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.models.block import Block, BlockState
-from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState
+from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState, RoutedStatistics
 
 
 class Statistics(NamedTuple):
@@ -76,13 +76,9 @@ def run_blocks(
             if return_state or past is not None:
                 assert segment_ids is None, "a state is of one document"
                 x, parts, after = block.advance(x, v_first, past)
-            elif is_recomputed:
-                assert len(spans) == 1, "rules refuse spans"
-                x, parts = _recomputed(block.choose, x, v_first, segment_ids)
             else:
-                x, parts = block.choose(x, v_first, segment_ids)
-            if block.training:  # here, and not in the block, which may be run again for backward
-                block.depth_router.observe(parts.depth)
+                assert not is_recomputed or len(spans) == 1, "rules refuse spans"
+                x, parts = _choose(block, x, v_first, segment_ids, recompute=is_recomputed)
             part = parts.experts
             depth.append(parts.depth)
         elif not is_recomputed:
@@ -103,6 +99,22 @@ def run_blocks(
     routed = [part for part in statistics if part is not None]
     found = Statistics(torch.cat(routed) if routed else None, torch.stack(depth) if depth else None)
     return x, v_first, found, states if return_state else None
+
+
+def _choose(
+    block: RoutedBlock,
+    x: Tensor,
+    v_first: Tensor | None,
+    segment_ids: Tensor | None,
+    *,
+    recompute: bool,
+) -> tuple[Tensor, RoutedStatistics]:
+    """Runs a routed block on whole samples: residual stream, statistics."""
+    inputs = (x, v_first, segment_ids)
+    x, parts = _recomputed(block.choose, *inputs) if recompute else block.choose(*inputs)
+    if block.training:  # here, and not in the block, which may be run again for backward
+        block.depth_router.observe(parts.depth)
+    return x, parts
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from cdrmix.config.schema import HealthConfig
+from cdrmix.config.schema import Config, HealthConfig
 
 Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory", "forgetting"]
 Action = Literal["warn", "lower_rate", "skip", "rollback", "stop"]
@@ -80,6 +80,16 @@ class Health:
         self.passed_over: list[tuple[int, int]] = []
         self.warnings = 0  # unhealthy judgements without a further action
         self.events: list[Event] = []  # the newest, in order
+
+    @classmethod
+    def of_run(cls, config: Config) -> Self:
+        """Makes that of a run, whose model tells how many experts there are to choose from."""
+        moe, mixers = config.model.moe, config.model.routing_mamba
+        return cls(
+            config.health,
+            num_experts=moe.num_experts if moe else None,
+            num_mixer_experts=mixers.num_experts if mixers else None,
+        )
 
     # Judgements. Steps are counted as completed, from 1.
 

@@ -106,7 +106,6 @@ def run_training(
             if checkpoint is None:
                 raise nothing_to_resume(resume)
         with open_run_directory(config, requested=run_dir, resume=resume) as directory:
-            moe, mixers = config.model.moe, config.model.routing_mamba
             start = Start(
                 config=config,
                 # Behind the lock: no other start adds notes of what did not fit meanwhile.
@@ -115,11 +114,7 @@ def run_training(
                 requests=requests,
                 heartbeat=heartbeat,
                 start_up=start_up,
-                health=Health(
-                    config.health,
-                    num_experts=moe.num_experts if moe else None,
-                    num_mixer_experts=mixers.num_experts if mixers else None,
-                ),
+                health=Health.of_run(config),
                 command=command,
             )
             runtime.first_rank_does(lambda: _announce(start))
