@@ -3,8 +3,8 @@
 The average of a flat master partition is one more entry of the optimizer's state of that partition,
 beside Adam's moments: where they are partitioned, offloaded, saved, moved to another layout or
 copied beside a step, so is the average, and no rank gathers anything. Optimizers read their own
-entries by name and pass over others (torch 2.13 AdamW, DeepSpeed 0.19.8 MuonWithAuxAdam), but make
-them where there is no entry at all: the average is added behind a step.
+entries by name and pass over others (torch 2.13 AdamW, `optimizers.muon`), but make them where
+there is no entry at all: the average is added behind a step.
 
 In bf16 an average of a decay near 1 would never move, as a step's share of it is less than half of
 its last bit.

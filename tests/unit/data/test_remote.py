@@ -93,6 +93,10 @@ def server(folder: Path) -> Iterator[Server]:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
+        # A copy ahead of use that met a stopped server would tell of it in the log of a later test.
+        for copying in threading.enumerate():
+            if copying.name == "shards-ahead":
+                copying.join()
         running.shutdown()
         thread.join()
 
