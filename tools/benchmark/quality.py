@@ -1,12 +1,14 @@
 """Held-out loss of the tiny core beside peers, and with each optimizer and objective.
 
-All train on the same tokens of the sample corpus, with the same batch and order of samples.
+All train on the same tokens of the sample corpus, with the same batch and order of samples; Mixture
+of Depths for as many steps more as its training FLOPs of a token are fewer.
 
 Each arm trains with three learning rates from the first seed, then with the best of them from the
 other seeds. An arm is the tiny configuration with a few keys changed, or a model of transformers of
-the same size in the same loop. Two runs at a time, one rank and one thread each.
+the same size in the same loop. Two runs at a time, one rank and one thread each. All arms take
+hours; a file of the finished runs lets a later call go on.
 
-    python -m tools.benchmark.quality                     all arms: 500 steps, 3 seeds, hours
+    python -m tools.benchmark.quality --runs quality.jsonl    all arms: 500 steps, 3 seeds
     python -m tools.benchmark.quality --arms core,llama --rounds 1 --steps 200
 """
 
@@ -19,9 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ class Arm:
     changes: tuple[str, ...] = ()
     rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
     peer: str | None = None  # model_type of transformers, in place of the core
+    equal_flops: bool = False  # as many training FLOPs as the core, rather than as many steps
 
 
 _WSD = ("training.schedule=wsd", "training.min_learning_rate=0.0")
@@ -50,11 +54,10 @@ ARMS: dict[str, Arm] = {
     "llama": Arm(rates=(1e-3, 2e-3, 4e-3), peer="llama"),
     "mixtral": Arm(rates=(1e-3, 2e-3, 4e-3), peer="mixtral"),
     "muon": Arm(("optimizer.kind=muon",), rates=(4e-3, 1e-2, 2e-2)),
-    "wsd": Arm(_WSD),
     # The average's loss just before the cooldown stands beside that of the weights themselves.
-    "ema": Arm((*_WSD, "training.ema_decay=0.99")),
+    "wsd": Arm((*_WSD, "training.ema_decay=0.99")),
     "mtp": Arm(("model.mtp={num_tokens: 4}",)),
-    "mod": Arm(("model.mod={capacity: 0.75}",)),
+    "mod": Arm(("model.mod={capacity: 0.75}",), equal_flops=True),
 }
 
 
@@ -117,19 +120,41 @@ def make_peer(folder: Path, kind: str, data: Path, seed: int) -> None:
     shutil.copy(data / "tokenizer.json", folder)
 
 
-def held_out_loss(name: str, *, rate: float, seed: int, steps: int) -> dict[str, float]:
-    """Trains an arm once; its final held-out loss and that of each evaluation on the way, nats per
-    token, by metric."""
-    arm = ARMS[name]
+def steps_of(arm: Arm, steps: int) -> int:
+    """Steps of an arm beside so many of the core."""
+    if not arm.equal_flops:
+        return steps
+    core = load_config(CONFIG)
+    changed = load_config(CONFIG, overrides=arm.changes)
+    length = core.training.sequence_length
+    ratio = count(core.model, length).train_flops_per_token
+    return round(steps * ratio / count(changed.model, length).train_flops_per_token)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of an arm."""
+
+    arm: str
+    rate: float
+    seed: int
+    steps: int  # of the core
+
+
+def held_out_loss(wanted: Run) -> dict[str, float]:
+    """Trains an arm once; its final held-out loss (`loss`, nats per token) and the values of the
+    last evaluation before a cooldown."""
+    arm = ARMS[wanted.arm]
+    steps = steps_of(arm, wanted.steps)
     data = ensure_sample(4096).absolute()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         base = None
         if arm.peer is not None:
             base = folder / "base"
-            make_peer(base, arm.peer, data, seed)
+            make_peer(base, arm.peer, data, wanted.seed)
         run = folder / "run"
-        changed = settings(arm, rate=rate, seed=seed, steps=steps, base=base)
+        changed = settings(arm, rate=wanted.rate, seed=wanted.seed, steps=steps, base=base)
         words = [word for each in (f"data.path={data}", *changed) for word in ("--set", each)]
         command = [
             *("env", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu"),
@@ -139,7 +164,7 @@ def held_out_loss(name: str, *, rate: float, seed: int, steps: int) -> dict[str,
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{name}, rate {rate}, seed {seed}:\n{done.stderr[-4000:]}")
+            raise SystemExit(f"{wanted}:\n{done.stderr[-4000:]}")
         summary = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict[str, float] = {"loss": summary["evaluation"]["loss"]}
@@ -147,12 +172,35 @@ def held_out_loss(name: str, *, rate: float, seed: int, steps: int) -> dict[str,
     for line in map(json.loads, lines):
         if line["step"] <= 0.8 * steps:
             found |= {key: value for key, value in line.items() if key.startswith("eval/")}
-    print(f"{name}, rate {rate:g}, seed {seed}: {found['loss']:.4f}", file=sys.stderr, flush=True)
     return found
 
 
+class Runs:
+    """Finished runs, each trained once; in a file if one is named, so that a later call goes on."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._guard = threading.Lock()
+        self._found: dict[Run, dict[str, float]] = {}
+        if file is not None and file.exists():
+            for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+                self._found[Run(**line["run"])] = line["found"]
+
+    def get(self, wanted: Run) -> dict[str, float]:
+        """The values of a run, which is trained if it is not there yet."""
+        if wanted not in self._found:
+            found = held_out_loss(wanted)
+            print(f"{wanted}: {found['loss']:.4f}", file=sys.stderr, flush=True)
+            with self._guard:
+                self._found[wanted] = found
+                if self._file is not None:
+                    with self._file.open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps({"run": asdict(wanted), "found": found}) + "\n")
+        return self._found[wanted]
+
+
 def measure(
-    names: Iterable[str], *, seeds: int, steps: int, middle_rate: bool = False
+    names: Iterable[str], *, seeds: int, steps: int, middle_rate: bool, runs: Runs
 ) -> dict[str, Any]:
     """Held-out losses of each arm by rate at the first seed, and by seed at its best rate; of three
     rates, or of the one in the middle."""
@@ -161,7 +209,7 @@ def measure(
     with ThreadPoolExecutor(AT_A_TIME) as workers:
         first = SEEDS[0]
         scanned = {
-            (name, rate): workers.submit(held_out_loss, name, rate=rate, seed=first, steps=steps)
+            (name, rate): workers.submit(runs.get, Run(name, rate, first, steps))
             for name in arms
             for rate in rates[name]
         }
@@ -172,12 +220,12 @@ def measure(
         best = {name: min(losses, key=losses.__getitem__) for name, losses in by_rate.items()}
         again = {
             name: [
-                workers.submit(held_out_loss, name, rate=best[name], seed=seed, steps=steps)
+                workers.submit(runs.get, Run(name, best[name], seed, steps))
                 for seed in SEEDS[1:seeds]
             ]
             for name in arms
         }
-        runs = {
+        finished = {
             name: [scanned[name, best[name]].result(), *(each.result() for each in again[name])]
             for name in arms
         }
@@ -190,10 +238,11 @@ def measure(
                 "name": name,
                 "losses_by_rate": {f"{rate:g}": loss for rate, loss in by_rate[name].items()},
                 "best_rate": best[name],
-                "losses": [run["loss"] for run in runs[name]],
+                "steps": steps_of(ARMS[name], steps),
+                "losses": [run["loss"] for run in finished[name]],
                 "before_cooldown": [
                     {key: value for key, value in run.items() if key != "loss"}
-                    for run in runs[name]
+                    for run in finished[name]
                 ],
             }
             for name in arms
@@ -215,6 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=len(SEEDS), help="seeds of each arm")
     parser.add_argument("--steps", type=int, default=500, help="steps of each run")
     parser.add_argument("--middle-rate", action="store_true", help="one learning rate of each arm")
+    parser.add_argument("--runs", type=Path, help="file of finished runs, read and added to")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
     result = measure(
@@ -222,6 +272,7 @@ def main() -> None:
         seeds=arguments.rounds,
         steps=arguments.steps,
         middle_rate=arguments.middle_rate,
+        runs=Runs(arguments.runs),
     )
     if arguments.json:
         print(json.dumps(result))
