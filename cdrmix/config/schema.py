@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
+from cdrmix.config.evaluation import EvaluationConfig
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.objectives import (
     ObjectivesConfig,
@@ -322,27 +323,6 @@ class CheckpointConfig(Section):
     replica: str | None = None
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
-
-
-class EvaluationConfig(Section):
-    """Evaluation on held-out data. In a run it reads at most 7 % of the tokens trained on since the
-    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`. With
-    training.ema_decay it measures the average of the weights too: in a run on half of those tokens,
-    each read twice."""
-
-    every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
-    final_tokens: int = Field(1_000_000, ge=1)
-    """Held-out text that is read at the end, at most (tokens)."""
-    sample_prompt: str = "def"
-    """Text that the generated sample continues; without a blank at its end."""
-    sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
-    sample_temperature: float = Field(0.8, ge=0)
-    """Temperature of the sample (ratio); 0: the likeliest token."""
-    reasoning_examples: int = Field(32, ge=0)
-    """Texts of each task and length at the end of Stage B, each with and without memory (count)."""
-    baselines: bool = False
-    """Compare at the end with a smoothed unigram and bigram model of the training tokens. For small
-    vocabularies."""
 
 
 class MonitoringConfig(Section):

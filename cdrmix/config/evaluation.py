@@ -1,0 +1,64 @@
+"""The `evaluation` section: held-out loss, samples and suites."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from cdrmix.config.section import Section
+
+SuiteName = Literal["perplexity", "zero-shot", "code", "infill", "reasoning", "routing"]
+
+
+class SuiteConfig(Section):
+    """One suite of evaluations during training."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Optimizer steps between its evaluations; null: at the end of the run alone."""
+    tasks: str | None = None
+    """Folder or file of its tasks; null: those that come with it."""
+    limit: int | None = Field(100, ge=1)
+    """Most examples of each task (count); null: all."""
+    seed: int = Field(0, ge=0, description="Of what it draws; apart from training.seed.")
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out data. In a run it reads at most 7 % of the tokens trained on since the
+    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`. With
+    training.ema_decay it measures the average of the weights too: in a run on half of those tokens,
+    each read twice."""
+
+    every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
+    final_tokens: int = Field(1_000_000, ge=1)
+    """Held-out text that is read at the end, at most (tokens)."""
+    sample_prompt: str = "def"
+    """Text that the generated sample continues; without a blank at its end."""
+    sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
+    sample_temperature: float = Field(0.8, ge=0)
+    """Temperature of the sample (ratio); 0: the likeliest token."""
+    reasoning_examples: int = Field(32, ge=0)
+    """Texts of each task and length at the end of Stage B, each with and without memory (count)."""
+    baselines: bool = False
+    """Compare at the end with a smoothed unigram and bigram model of the training tokens. For small
+    vocabularies."""
+    suites: dict[SuiteName, SuiteConfig] = {}
+    """Suites that judge the model during training, by name."""
+    suites_share: float = Field(0.1, gt=0, le=1)
+    """Largest share of the run's time that suites between steps may take (ratio); one that would
+    take more waits, and the log says so. The suites at the end count for nothing here."""
+    best_by: str = "loss"
+    """Measure of the best checkpoint: loss, the held-out one, or SUITE/TASK/METRIC of a row of a
+    suite above, of which the highest score is the best one."""
+    execute_code: bool = False
+    """Run the programs that a model writes, for the suite `code`, in a sandbox."""
+    sandbox: Literal["kernel", "bwrap"] = "kernel"
+    """Sandbox of those programs: rules of the Linux kernel, or bubblewrap, which has to be
+    installed."""
+
+    @field_validator("best_by")
+    @classmethod
+    def _loss_or_a_row(cls, value: str) -> str:
+        if value != "loss" and value.count("/") < 2:
+            raise ValueError(f"{value!r} is neither loss nor SUITE/TASK/METRIC")
+        return value

@@ -1,0 +1,93 @@
+"""Suites of evaluations: what one is, and the list of them by name.
+
+A suite adds one file and one line in `SUITES`. Its `check` runs before torch is imported and a
+model is loaded, so that a missing file is told in a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from cdrmix.config.evaluation import SuiteName
+from cdrmix.monitoring.suite_results import SuiteResult
+
+if TYPE_CHECKING:
+    from cdrmix.config.schema import Config
+    from cdrmix.data.tokenizer import Tokenizer
+    from cdrmix.models.backbone import LanguageModel
+    from cdrmix.parallel.topology import Topology
+
+# name: module and class
+SUITES: dict[SuiteName, tuple[str, str]] = {
+    "perplexity": ("cdrmix.evaluation.suites.perplexity", "Perplexity"),
+    "zero-shot": ("cdrmix.evaluation.suites.zero_shot", "ZeroShot"),
+    "code": ("cdrmix.evaluation.suites.code", "Code"),
+    "infill": ("cdrmix.evaluation.suites.infill", "Infill"),
+    "routing": ("cdrmix.evaluation.suites.routing", "Routing"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Wishes of a user for one evaluation.
+
+    Attributes:
+        tasks: folder or file of tasks; None: those that come with the suite.
+        limit: most examples of each task (count); None: all, or as many as the suite says.
+        data: built folder, or its URL, with held-out text; None: that of the training.
+        seed: of what is drawn.
+        execute_code, sandbox: as of the configuration's `evaluation`.
+        options: further flags that one suite knows, such as `window`.
+    """
+
+    tasks: Path | None = None
+    limit: int | None = None
+    data: str | None = None
+    seed: int = 0
+    execute_code: bool = False
+    sandbox: str = "kernel"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Model that suites judge, the same on all ranks of its layout.
+
+    Attributes:
+        model: in its layout; all ranks call it equally often, with inputs of equal shape where
+            they hold parts of one sample.
+        max_length: most tokens of an input.
+        batch_size: samples of a forward pass, which changes nothing but the time.
+        source: as of `SuiteResult`, and so is `step`.
+        data: built folder of the training's held-out text, verified; None: not there.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: Config
+    topology: Topology
+    max_length: int
+    batch_size: int
+    source: str
+    step: int | None
+    weights: str
+    data: Path | None
+
+
+class Suite(Protocol):
+    """A kind of evaluation."""
+
+    def check(self, request: Request) -> None:
+        """Raises DataError or ConfigError if it cannot run, before a model is loaded. No torch."""
+
+    def measure(self, judged: Judged, request: Request) -> SuiteResult:
+        """Judges a model; collective over the ranks of its layout, equal on all of them."""
+
+
+def suite_of(name: SuiteName) -> Suite:
+    """Imports a suite by its name."""
+    module, attribute = SUITES[name]
+    return cast(Suite, getattr(import_module(module), attribute)())
