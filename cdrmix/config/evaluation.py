@@ -14,6 +14,8 @@ SuiteName = Literal["perplexity", "zero-shot", "code", "infill", "reasoning", "r
 class SuiteConfig(Section):
     """One suite of evaluations during training."""
 
+    name: SuiteName
+    """Name of the suite, each once in the list."""
     every_steps: int | None = Field(None, ge=1)
     """Optimizer steps between its evaluations; null: at the end of the run alone."""
     tasks: str | None = None
@@ -42,8 +44,9 @@ class EvaluationConfig(Section):
     baselines: bool = False
     """Compare at the end with a smoothed unigram and bigram model of the training tokens. For small
     vocabularies."""
-    suites: dict[SuiteName, SuiteConfig] = {}
-    """Suites that judge the model during training, by name."""
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    suites: tuple[SuiteConfig, ...] = Field((), strict=False)
+    """Suites that judge the model during training."""
     suites_share: float = Field(0.1, gt=0, le=1)
     """Largest share of the run's time that suites between steps may take (ratio); one that would
     take more waits, and the log says so. The suites at the end count for nothing here."""
@@ -55,6 +58,14 @@ class EvaluationConfig(Section):
     sandbox: Literal["kernel", "bwrap"] = "kernel"
     """Sandbox of those programs: rules of the Linux kernel, or bubblewrap, which has to be
     installed."""
+
+    @field_validator("suites")
+    @classmethod
+    def _each_once(cls, value: tuple[SuiteConfig, ...]) -> tuple[SuiteConfig, ...]:
+        names = [each.name for each in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)}: named twice. Name each suite once")
+        return value
 
     @field_validator("best_by")
     @classmethod

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from cdrmix import cli
+from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.problems import field_paths
 from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdown
 from cdrmix.config.resuming_rules import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
+from cdrmix.config.section import Section
 from cdrmix.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -45,9 +47,13 @@ def test_the_page_is_generated_from_the_schema_as_it_is() -> None:
 def test_every_key_has_an_entry_and_a_meaning() -> None:
     titles = {group.path for group in groups()}
     # Entries of lists have no path of their own in the schema.
-    phase = {f"data.mixture.phases[].{key}" for key in MixturePhase.model_fields}
+    lists: dict[str, type[Section]] = {
+        "data.mixture.phases[]": MixturePhase,
+        "evaluation.suites[]": SuiteConfig,
+    }
+    inner = {f"{path}.{key}" for path, section in lists.items() for key in section.model_fields}
     paths = {".".join(path) for path in field_paths(Config)}
-    assert paths | phase == {*ENTRIES} | titles - {"", "data.mixture.phases[]"}
+    assert paths | inner == {*ENTRIES} | titles - {"", *lists}
     assert all(entry.meaning for entry in ENTRIES.values())
     assert all(group.meaning for group in groups())
 
@@ -56,8 +62,9 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
 def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
-        key = entry.path.rpartition(".")[2]
-        override = f"data.mixture.phases=[{{{key}: {entry.example}}}]"
+        path, _, key = entry.path.partition("[].")
+        required = "name: routing, " if path == "evaluation.suites" and key != "name" else ""
+        override = f"{path}=[{{{required}{key}: {entry.example}}}]"
     assert load_config(REASON, [*NEEDS.get(entry.path, []), override])
 
 
