@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,21 @@ def _theirs(base: Path, data: Path, folder: Path, steps: int) -> Measured:
     return Measured([_THEIRS, *words, "--losses", str(losses)], losses)
 
 
-def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
-    """Runs transformers' Trainer on this rank; rank 0 writes the loss of each step."""
+def train_with_theirs(
+    base: Path, data: Path, steps: int, losses: Path, changes: Sequence[str] = ()
+) -> None:
+    """Runs transformers' Trainer on this rank, with more overrides of the configuration; rank 0
+    writes the loss of each step."""
+    import deepspeed
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     from cdrmix.optimizers.adamw import adamw
     from cdrmix.optimizers.schedule import learning_rate
 
-    config: Config = load_config(CONFIG, settings(base, data))
+    # Both sides reduce through gloo. DeepSpeed's reduction through shared memory waits by spinning.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config: Config = load_config(CONFIG, [*settings(base, data), *changes])
     training = config.training
     rank = runtime.local_rank()
     micro = training.global_batch_size // RANKS
@@ -132,6 +138,11 @@ def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
 
         def get_train_dataloader(self) -> Any:
             return _Samples(config, data, rank, micro, steps)
+
+        def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
+            # Under DeepSpeed the argument `optimizers` is passed over, without a word.
+            self.optimizer = optimizer
+            return optimizer
 
         def create_scheduler(self, *_: object, **__: object) -> Any:
             share = lambda step: learning_rate(step, training) / training.learning_rate  # noqa: E731
@@ -160,7 +171,7 @@ def train_with_theirs(base: Path, data: Path, steps: int, losses: Path) -> None:
             max_grad_norm=training.gradient_clipping,
             learning_rate=training.learning_rate,
         )
-        trainer = SameSamples(model=model, args=arguments, optimizers=(optimizer, None))
+        trainer = SameSamples(model=model, args=arguments)
         trainer.train()
     # ru_maxrss of each rank is in KiB
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
