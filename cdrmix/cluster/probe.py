@@ -35,6 +35,7 @@ PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers", "safete
 _SHARED_MEMORY = Path("/dev/shm")
 _RANKS_FILES = ("deepspeed_", "torch_")
 _WATCHDOG = "cdrmix.cluster.watchdog"
+_LONGEST_BUILD_SECONDS = 1_800.0  # of an operator, on a slow host
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
 # Variables by which a user asks for fewer devices, or for none.
@@ -126,19 +127,20 @@ def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
         "disk_free_bytes": free[0],
         "shared_memory_free_bytes": free[1],
         "processes": [f"{number} {words}" for number, words in _processes()],
-        "files": [str(path) for path in _files()],
+        "files": [str(path) for path in (*_files(), *_build_locks())],
         "time": time.time(),
     }
 
 
 def remove_leftovers() -> dict[str, Any]:
-    """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory."""
+    """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory and
+    the locks of their builds."""
     lines = []
     for number, words in _processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, 9)
             lines.append(f"process {number} {words}")
-    for path in _files():
+    for path in (*_files(), *_build_locks()):
         path.unlink(missing_ok=True)
         lines.append(str(path))
     return {"removed": lines}
@@ -247,6 +249,25 @@ def _files() -> Iterator[Path]:
             continue
         if is_users and path.name.startswith(_RANKS_FILES) and str(path) not in in_use:
             yield path
+
+
+def _build_locks() -> Iterator[Path]:
+    """Locks of killed builds of DeepSpeed's operators, for which later ranks wait without end.
+
+    A builder keeps its lock open (torch 2.13, utils/file_baton.py). One that no process of this
+    host has open may be of another host, where the folder is shared, unless it is old.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    opened = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
+            opened.add(os.readlink(descriptor))
+    for path in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(OSError):  # the build has ended meanwhile
+            is_old = time.time() - path.stat().st_mtime > _LONGEST_BUILD_SECONDS
+            if is_old and str(path.resolve()) not in opened and os.access(path.parent, os.W_OK):
+                yield path
 
 
 def main(words: list[str]) -> None:

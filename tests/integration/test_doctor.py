@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from cdrmix import cli
 from cdrmix.cluster import doctor as doctor_module
@@ -176,6 +177,27 @@ def test_shared_memory_in_use_is_no_leftover(tmp_path: Path) -> None:
             assert not is_left()
     finally:
         path.unlink()
+
+
+def test_the_lock_of_a_killed_build_is_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    build = FileBaton(str(lock))
+    assert build.try_acquire()
+    of_yesterday = time.time() - 86_400
+    os.utime(lock, (of_yesterday, of_yesterday))
+    assert lock not in probe._build_locks(), "the build goes on"
+    assert build.fd is not None
+    os.close(build.fd)  # as when its process is killed
+    assert lock in probe._build_locks()
+    os.utime(lock)
+    assert lock not in probe._build_locks(), "it may be of another host"
+    os.utime(lock, (of_yesterday, of_yesterday))
+    assert str(lock) in probe.remove_leftovers()["removed"]
+    assert not lock.exists()
 
 
 @contextlib.contextmanager
