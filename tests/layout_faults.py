@@ -10,45 +10,28 @@ from torch import nn
 
 from cdrmix import runtime
 
+Fault = Callable[[], None]  # plants itself into this process
+
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.engines import routing
-    from cdrmix.models import attention, mamba
+    faults: dict[str, Fault] = {
+        # The three means are planted in `run_steps`.
+        **dict.fromkeys(("", "local mean", "local further mean", "local z"), lambda: None),
+        **_of_tensor_ranks(),
+        **_of_sequence_ranks(),
+        **_of_stages(),
+        **_of_statistics(),
+        **_of_optimizers(),
+        **_of_further_tokens(),
+    }
+    faults[broken]()
+
+
+def _of_tensor_ranks() -> dict[str, Fault]:
     from cdrmix.models.moe import Router
-    from cdrmix.models.mtp import FurtherTokens
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.optimizers import average, muon_layout
-    from cdrmix.parallel import (
-        apply,
-        exchange,
-        pipeline,
-        sequence,
-        tensor,
-        thresholds,
-        zero3,
-    )
-
-    def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-        """Change what a stage makes of the part-th tensor that crossed the border before it."""
-        original = pipeline.PipelineStage._unpack
-
-        def enter(*args: Any) -> Any:
-            found = list(original(*args))
-            found[part] = value(found[part])
-            return found
-
-        return lambda: setattr(pipeline.PipelineStage, "_unpack", enter)
-
-    def further(change: Callable[..., Any]) -> Callable[[], None]:
-        """Change the tokens read and the segment ids of what predicts further tokens."""
-        original = FurtherTokens.forward
-
-        def forward(parts: Any, hidden: Any, following: Any, embed: Any, segment_ids: Any) -> Any:
-            following, segment_ids = change(following, segment_ids)
-            return original(parts, hidden, following, embed, segment_ids)
-
-        return lambda: setattr(FurtherTokens, "forward", forward)
+    from cdrmix.parallel import apply, tensor
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -69,8 +52,87 @@ def plant(broken: str) -> None:
 
         apply.split_block = split
 
+    return {
+        "partial mixes": lambda: leave_partial(TimeMix),
+        "partial router": lambda: leave_partial(Router),
+        "partial tokens": lambda: setattr(tensor, "enter_region", lambda x, _: x),
+        "misplaced gates": misplace_gates,
+        "uncounted experts": lambda: setattr(tensor, "_count_in_norm", lambda _: None),
+    }
+
+
+def _of_sequence_ranks() -> dict[str, Fault]:
+    from cdrmix.models import attention, mamba
+    from cdrmix.parallel import sequence
+
+    angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
+
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
+
+    return {
+        "no halo": lambda: setattr(
+            sequence._NextRank, "apply", staticmethod(lambda x, _: torch.zeros_like(x))
+        ),
+        "halo without gradient": lambda: setattr(
+            sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
+        ),
+        "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
+    }
+
+
+def _of_stages() -> dict[str, Fault]:
+    from cdrmix.parallel import pipeline, zero3
+
+    def without(part: int, value: Callable[[torch.Tensor], Any]) -> Fault:
+        """Change what a stage makes of the part-th tensor that crossed the border before it."""
+        original: Any = pipeline.PipelineStage._unpack
+
+        def enter(*args: Any) -> Any:
+            found = list(original(*args))
+            found[part] = value(found[part])
+            return found
+
+        return lambda: setattr(pipeline.PipelineStage, "_unpack", enter)
+
+    return {
+        "v_first does not cross": without(1, torch.zeros_like),
+        "v_first without gradient": without(1, torch.Tensor.detach),
+        "statistics of the last stage": without(2, lambda _: None),
+        "tied gradients apart": lambda: setattr(
+            pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
+        ),
+        "head not counted": lambda: setattr(
+            zero3._Head,
+            "forward",
+            lambda _, hidden, embedding, score: score(hidden, embedding.weight.detach()),
+        ),
+    }
+
+
+def _of_statistics() -> dict[str, Fault]:
+    from cdrmix.engines import routing
+    from cdrmix.parallel import exchange, thresholds
+
+    return {
+        "local statistics": lambda: setattr(
+            exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
+        ),
+        "local fractions": lambda: setattr(
+            thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
+        ),
+        "predictor loss is a sum": lambda: setattr(
+            routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
+        ),
+        "every token is counted as routed": lambda: setattr(
+            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
+        ),
+    }
+
+
+def _of_optimizers() -> dict[str, Fault]:
+    from cdrmix.optimizers import average, muon_layout
 
     def not_exchanged(_: Any, __: Any, sent: Any, sizes: Any) -> Any:
         """Zeros in place of the pieces of a matrix that other ranks hold."""
@@ -86,47 +148,26 @@ def plant(broken: str) -> None:
 
         average._update = apart
 
-    angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
-    faults: dict[str, Callable[[], None]] = {
-        "": lambda: None,
-        "local mean": lambda: None,  # planted in `run_steps`
-        "local further mean": lambda: None,  # there too
-        "local z": lambda: None,  # likewise
-        "local statistics": lambda: setattr(
-            exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
-        ),
-        "partial mixes": lambda: leave_partial(TimeMix),
-        "partial router": lambda: leave_partial(Router),
-        "partial tokens": lambda: setattr(tensor, "enter_region", lambda x, _: x),
-        "misplaced gates": misplace_gates,
-        "uncounted experts": lambda: setattr(tensor, "_count_in_norm", lambda _: None),
-        "no halo": lambda: setattr(
-            sequence._NextRank, "apply", staticmethod(lambda x, _: torch.zeros_like(x))
-        ),
-        "halo without gradient": lambda: setattr(
-            sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
-        ),
-        "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
-        "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
-        "local fractions": lambda: setattr(
-            thresholds, "sum_over_data_ranks", lambda statistics, _: statistics
-        ),
-        "predictor loss is a sum": lambda: setattr(
-            routing, "predictor_loss", lambda statistics: statistics[:, 4].mean()
-        ),
-        "every token is counted as routed": lambda: setattr(
-            routing, "tokens_routed", lambda statistics, **_: statistics[:1, :4].sum() / 2
-        ),
-        "head not counted": lambda: setattr(
-            zero3._Head,
-            "forward",
-            lambda _, hidden, embedding, score: score(hidden, embedding.weight.detach()),
-        ),
-        "v_first does not cross": without(1, torch.zeros_like),
-        "v_first without gradient": without(1, torch.Tensor.detach),
-        "statistics of the last stage": without(2, lambda _: None),
+    return {
         "local matrices": lambda: setattr(muon_layout.Exchange, "_all_to_all", not_exchanged),
         "averages apart": averages_apart,
+    }
+
+
+def _of_further_tokens() -> dict[str, Fault]:
+    from cdrmix.models.mtp import FurtherTokens
+
+    def further(change: Callable[..., Any]) -> Fault:
+        """Change the tokens read and the segment ids of what predicts further tokens."""
+        original = FurtherTokens.forward
+
+        def forward(parts: Any, hidden: Any, following: Any, embed: Any, segment_ids: Any) -> Any:
+            following, segment_ids = change(following, segment_ids)
+            return original(parts, hidden, following, embed, segment_ids)
+
+        return lambda: setattr(FurtherTokens, "forward", forward)
+
+    return {
         "further tokens across documents": further(lambda following, ids: (following, None)),
         "no token of the next rank": further(
             lambda following, ids: (
@@ -134,8 +175,4 @@ def plant(broken: str) -> None:
                 ids,
             )
         ),
-        "tied gradients apart": lambda: setattr(
-            pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
-        ),
     }
-    faults[broken]()
