@@ -71,7 +71,8 @@ def selective_scan(
     Raises:
         ValueError: if the backend's name is wrong.
         ConfigError: if mamba_ssm is asked for by name and cannot be used for these inputs here.
-    Source: Gu and Dao, arXiv 2312.00752, algorithm 2; parity in tests/parity/test_mamba.py.
+    Source: Gu and Dao, arXiv 2312.00752, algorithm 2. Parity in
+    tests/parity/test_selective_scan.py.
     """
     form = _choose(backend, inputs, s0, segment_ids)
     with torch.autocast(inputs.u.device.type, enabled=False):
