@@ -28,8 +28,8 @@ class Case:
     Attributes:
         expression: Python, evaluated in the program's own names: "add(1, 2)". Cases of a program
             are evaluated in their order, one after the other, in one process.
-        expected: the right value, of None, bool, int, float, str, bytes, list, tuple, set, frozenset
-            and dict. It never enters the sandbox.
+        expected: the right value, made of None, bool, int, float, str, bytes, list, tuple, set,
+            frozenset and dict. It never enters the sandbox.
         tolerance: floats within it, absolute or relative, are equal (ratio); 0: equal exactly.
         raises: name of the type of exception that is right instead of a value; "": a value is.
     """
