@@ -47,6 +47,8 @@ class SuiteResult:
         weights: `trained`, or `ema` for the average of the weights.
         settings: all that the scores depend on beside the model, such as seeds, windows, the
             prefix token, digests of tasks and versions of packages.
+        details: further parts of the printed JSON object that are no scores.
+        notes: lines for a person below the table, such as a bound that a score misses.
     """
 
     suite: str
@@ -55,8 +57,8 @@ class SuiteResult:
     step: int | None = None
     weights: str = "trained"
     settings: dict[str, Any] = field(default_factory=dict)
-    # Further parts of the printed JSON object that are no scores.
     details: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the object that `cdrmix evaluate --json` prints."""
@@ -76,7 +78,7 @@ class SuiteResult:
                 f"{row.task:{width}}  {row.metric:{named}}  {row.score:9.4f}  {between:20}"
                 f"  {row.n:7,}"
             )
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes)
 
 
 def bootstrap_interval(
