@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,11 @@ from cdrmix.monitoring.sinks import write_json_atomic
 RESULTS_FOLDER = "evaluations"  # in a run directory
 _NUM_RESAMPLES = 1_000
 _INTERVAL = (2.5, 97.5)  # percentiles
+# Words of the metrics that are the better the lower they are; of all others a higher score is.
+_OF_LOWER = frozenset(
+    ("loss", "nats", "perplexity", "ppl", "overflow", "error", "errors", "brier", "ter")
+    + ("forgetting", "empty", "truncated", "timeout", "timeouts", "killed", "seconds")
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,19 @@ class SuiteResult:
                 f"  {row.n:7,}"
             )
         return "\n".join(lines + self.notes)
+
+
+def lower_is_better(metric: str) -> bool:
+    """True for losses, perplexities, bits per byte, overflow and shares of what failed; false for
+    accuracies, pass@k, entropy and the like.
+
+    Args:
+        metric: as of `Row`, or as the harness names it, such as `word_perplexity,none`.
+    """
+    if "per_second" in metric:
+        return False
+    words = re.split(r"[^a-z]+", metric.lower())
+    return not _OF_LOWER.isdisjoint(words) or "bits_per_byte" in metric
 
 
 def bootstrap_interval(
