@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ class SuiteResult:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the object that `cdrmix evaluate --json` prints."""
-        fields = asdict(self)
-        return fields | fields.pop("details")
+        content = asdict(self)
+        return content | content.pop("details")
 
     def table(self) -> str:
         """Returns the rows as lines of text for a person."""
@@ -135,7 +135,10 @@ def read_result(path: Path) -> SuiteResult:
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = {name: content[name] for name in ("suite", "source", "step", "weights", "settings")}
-        return SuiteResult(**known, rows=[Row(**row) for row in content["rows"]])
+        # A suite may give its rows further columns.
+        columns = [each.name for each in fields(Row)]
+        rows = [Row(*(row[column] for column in columns)) for row in content["rows"]]
+        return SuiteResult(**known, rows=rows, notes=content.get("notes", []))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StateError(
             f"{path}: is no result of a suite ({type(error).__name__}: {error}). Write one with "

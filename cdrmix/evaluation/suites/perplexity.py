@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cdrmix import runtime
 from cdrmix.data.document import fim_ids
-from cdrmix.data.shards import manifest_digest
+from cdrmix.data.shards import Manifest, manifest_digest, read_manifest
 from cdrmix.data.token_dataset import Permutation, TokenDataset
+from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import ConfigError, DataError
 from cdrmix.evaluation.held_out import held_out_documents, text_documents
 from cdrmix.evaluation.suite import Judged, Request
@@ -39,10 +41,10 @@ class _Options:
     @classmethod
     def of(cls, request: Request) -> _Options:
         """Reads the options of a request. Raises ConfigError if one is no count."""
-        found = {name: request.options.get(name) for name in ("window", "stride", "max_tokens")}
-        for name, value in found.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"perplexity: {name} = {value!r} is no number of tokens, 1 or more")
+        found: dict[str, int | None] = {}
+        for name in ("window", "stride", "max_tokens"):
+            given = request.options.get(name)
+            found[name] = None if given is None else _count(name, given)
         options = cls(**found)
         if options.window is not None:
             options.windows(options.window)
@@ -64,6 +66,16 @@ class _Options:
                 f"of {window:,}. Give a stride of at most the window"
             )
         return window, stride
+
+
+def _count(name: str, given: Any) -> int:
+    try:
+        value = int(given)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigError(f"perplexity: {name} = {given} is no number of tokens. Give 1 or more")
+    return value
 
 
 class _Documents(NamedTuple):
@@ -89,9 +101,14 @@ class Perplexity:
     behind another through which the state is carried, and `documents-reset` in the same windows
     without it. Domains follow a colon.
 
-    Options: `window` and `stride` of documents (tokens); `max_tokens`, most tokens of the packed
-    samples.
+    A data set in tokens of another tokenizer is read document by document alone: bits per byte are
+    those of the same text.
     """
+
+    options = {
+        "window": "tokens of an input of documents; default: the longest inputs of the model",
+        "stride": "tokens predicted by each later window of a document; default: half a window",
+    }
 
     def check(self, request: Request) -> None:
         """Raises ConfigError or DataError if options or files of text cannot be used."""
@@ -110,15 +127,19 @@ class Perplexity:
         if request.tasks is not None:
             documents = _of_files(judged, request.tasks, request)
         elif judged.data is not None:
-            packed, details, settings["packed"] = _packed(judged, max_tokens, request)
-            rows += packed
+            manifest = read_manifest(judged.data)
+            settings["data_digest"] = manifest_digest(manifest)
+            if judged.tokenizer_digest in (None, manifest.tokenizer.sha256):
+                packed, details, settings["packed"] = _packed(
+                    judged, judged.data, max_tokens, request
+                )
+                rows += packed
+            else:
+                settings["packed"] = "left out: the data set is in tokens of another tokenizer"
             most = int(max_tokens * _SHARE_OF_DOCUMENTS)
-            documents = _of_folder(judged, judged.data, request, most)
+            documents = _of_folder(judged, judged.data, manifest, request, most)
         else:
-            raise DataError(
-                f"{judged.source}: has no held-out text with it. Give --data DIR, a data set of its "
-                "tokenizer, or --tasks with .txt or .jsonl files"
-            )
+            raise DataError(f"{judged.no_data}; or --tasks with .txt or .jsonl files of text")
         by_document, ways = _document_rows(judged, documents, window, stride, request.seed)
         prefix = judged.tokenizer.prefix_ids[-1]
         settings |= {
@@ -143,15 +164,14 @@ class Perplexity:
 
 
 def _packed(
-    judged: Judged, max_tokens: int, request: Request
+    judged: Judged, folder: Path, max_tokens: int, request: Request
 ) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
     """Rows of the packed samples, the evaluation of a run's end, and settings."""
     from cdrmix.evaluation.perplexity import evaluate_apart
 
-    assert judged.data is not None, "the caller has looked"
     config = judged.config
     length = config.training.sequence_length
-    dataset = TokenDataset(judged.data, "validation", length)
+    dataset = runtime.together(lambda: TokenDataset(folder, "validation", length))
     if request.limit is not None:
         max_tokens = min(max_tokens, request.limit * length)
     apart = evaluate_apart(
@@ -168,7 +188,6 @@ def _packed(
         "samples": len(apart.tokens),
         "tokens": apart.whole.tokens,
         "segment_documents": config.data.segment_documents,
-        "data": manifest_digest(dataset.manifest),
     }
     return _packed_rows(apart, dataset.bytes_per_token, request.seed), apart.whole.as_json(), settings
 
@@ -215,36 +234,39 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
-def _of_folder(judged: Judged, folder: Path, request: Request, most_tokens: int) -> _Documents:
+def _of_folder(
+    judged: Judged, folder: Path, manifest: Manifest, request: Request, most_tokens: int
+) -> _Documents:
     """Held-out documents of a built folder: `limit`, or as many as have `most_tokens`; one at
-    least."""
-    from cdrmix import runtime
-
+    least. Those in tokens of another tokenizer are encoded anew."""
     found = runtime.together(partial(held_out_documents, folder))
-    tokenizer = judged.tokenizer
-    skipped = len(tokenizer.document_prefix)
-    texts = [each.tokens[skipped:] for each in found]
-    order = [i for i in _order(len(found), request) if len(texts[i])]
+    stored = judged.tokenizer
+    is_other = judged.tokenizer_digest not in (None, manifest.tokenizer.sha256)
+    if is_other:
+        stored = runtime.together(partial(load_tokenizer, folder))
+    prefix = len(stored.document_prefix)
+    order = [i for i in _order(len(found), request) if len(found[i].tokens) > prefix]
+    if not order:
+        raise DataError(f"{folder}: its held-out documents have no text. Give --data with others")
     if request.limit is None:
-        sizes = np.cumsum([len(texts[i]) for i in order])
+        sizes = np.cumsum([len(found[i].tokens) for i in order])
         order = order[: max(1, int(np.searchsorted(sizes, most_tokens, side="right")))]
     else:
         order = order[: request.limit]
-    if not order:
-        raise DataError(f"{folder}: its held-out documents have no text. Give --data with others")
-    num_bytes = [len(tokenizer.decode(texts[i].tolist()).encode()) for i in order]
+    tokens = [found[i].tokens[prefix:] for i in order]
+    texts = [stored.decode(ids.tolist()) for ids in tokens]
+    if is_other:
+        tokens = [np.array(ids, np.int64) for ids in judged.tokenizer.encode_batch(texts)]
     return _Documents(
-        [texts[i] for i in order],
-        np.array(num_bytes),
+        tokens,
+        np.array([len(text.encode()) for text in texts]),
         [found[i].domain for i in order],
-        {},  # those of the packed samples name the folder
+        {},  # the digest of the folder names them
     )
 
 
 def _of_files(judged: Judged, place: Path, request: Request) -> _Documents:
     """Texts of files, `limit` of them; the first rank alone needs the files."""
-    from cdrmix import runtime
-
     texts = runtime.first_rank_does(partial(text_documents, place))
     chosen = [texts.documents[i] for i in _order(len(texts.documents), request)[: request.limit]]
     tokens = judged.tokenizer.encode_batch([each.text for each in chosen])
