@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from cdrmix.monitoring.sinks import write_json_atomic
 RESULTS_FOLDER = "evaluations"  # in a run directory
 _NUM_RESAMPLES = 1_000
 _INTERVAL = (2.5, 97.5)  # percentiles
+# Words of the metrics that are the better the lower they are; of all others a higher score is.
+_OF_LOWER = frozenset(
+    ("loss", "nats", "perplexity", "ppl", "overflow", "error", "errors", "brier", "ter")
+    + ("forgetting", "empty", "truncated", "timeout", "timeouts", "killed", "seconds")
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class SuiteResult:
         weights: `trained`, or `ema` for the average of the weights.
         settings: all that the scores depend on beside the model, such as seeds, windows, the
             prefix token, digests of tasks and versions of packages.
+        details: further parts of the printed JSON object that are no scores.
+        notes: lines for a person below the table, such as a bound that a score misses.
     """
 
     suite: str
@@ -55,13 +63,13 @@ class SuiteResult:
     step: int | None = None
     weights: str = "trained"
     settings: dict[str, Any] = field(default_factory=dict)
-    # Further parts of the printed JSON object that are no scores.
     details: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the object that `cdrmix evaluate --json` prints."""
-        fields = asdict(self)
-        return fields | fields.pop("details")
+        content = asdict(self)
+        return content | content.pop("details")
 
     def table(self) -> str:
         """Returns the rows as lines of text for a person."""
@@ -76,7 +84,20 @@ class SuiteResult:
                 f"{row.task:{width}}  {row.metric:{named}}  {row.score:9.4f}  {between:20}"
                 f"  {row.n:7,}"
             )
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes)
+
+
+def lower_is_better(metric: str) -> bool:
+    """True for losses, perplexities, bits per byte, overflow and shares of what failed; false for
+    accuracies, pass@k, entropy and the like.
+
+    Args:
+        metric: as of `Row`, or as the harness names it, such as `word_perplexity,none`.
+    """
+    if "per_second" in metric:
+        return False
+    words = re.split(r"[^a-z]+", metric.lower())
+    return not _OF_LOWER.isdisjoint(words) or "bits_per_byte" in metric
 
 
 def bootstrap_interval(
@@ -114,7 +135,10 @@ def read_result(path: Path) -> SuiteResult:
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = {name: content[name] for name in ("suite", "source", "step", "weights", "settings")}
-        return SuiteResult(**known, rows=[Row(**row) for row in content["rows"]])
+        # A suite may give its rows further columns.
+        columns = [each.name for each in fields(Row)]
+        rows = [Row(*(row[column] for column in columns)) for row in content["rows"]]
+        return SuiteResult(**known, rows=rows, notes=content.get("notes", []))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StateError(
             f"{path}: is no result of a suite ({type(error).__name__}: {error}). Write one with "
