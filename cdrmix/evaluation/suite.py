@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from cdrmix.config.evaluation import SuiteName
+from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig, SuiteName
 from cdrmix.monitoring.suite_results import SuiteResult
 
 if TYPE_CHECKING:
@@ -99,6 +99,17 @@ class Suite(Protocol):
 
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
         """Judges a model; collective over the ranks of its layout, equal on all of them."""
+
+
+def request_in_training(settings: EvaluationConfig, suite: SuiteConfig) -> Request:
+    """Returns the request for a suite of a training run."""
+    return Request(
+        tasks=None if suite.tasks is None else Path(suite.tasks),
+        limit=suite.limit,
+        seed=suite.seed,
+        execute_code=settings.execute_code,
+        sandbox=settings.sandbox,
+    )
 
 
 def suite_of(name: SuiteName) -> Suite:
