@@ -27,6 +27,8 @@ SUITES: dict[SuiteName, tuple[str, str]] = {
     "code": ("cdrmix.evaluation.suites.code", "Code"),
     "infill": ("cdrmix.evaluation.suites.infill", "Infill"),
     "routing": ("cdrmix.evaluation.suites.routing", "Routing"),
+    # Of a row above this package, which may know it by name alone.
+    "reasoning": ("cdrmix.stage_b.reasoning_suite", "Reasoning"),
 }
 
 
