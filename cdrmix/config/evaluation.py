@@ -23,6 +23,8 @@ class SuiteConfig(Section):
     limit: int | None = Field(100, ge=1)
     """Most examples of each task (count); null: all."""
     seed: int = Field(0, ge=0, description="Of what it draws; apart from training.seed.")
+    options: dict[str, str | int | float] = {}
+    """Options of the suite, such as `samples: 5` of code: those of `cdrmix evaluate --option`."""
 
 
 class EvaluationConfig(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError, TrainingError
-from cdrmix.evaluation.suite import Judged, request_in_training, suite_of
+from cdrmix.evaluation.suite import Judged, conditions, request_in_training, suite_of
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.monitoring.metrics import member_name
@@ -226,6 +226,13 @@ class Suites:
         )
         request = request_in_training(self._settings, suite)
         result = suite_of(suite.name).measure(judged, request)
+        noted = conditions(
+            judged,
+            request,
+            layout=f"{run.plan.degrees.describe()}, {run.plan.name}",
+            precision=run.config.training.precision,
+        )
+        result = replace(result, settings=noted | result.settings)
         # One rank's scores decide on the best checkpoint, which all ranks save together.
         result = runtime.broadcast_object(result)
         runtime.first_rank_does(lambda: _store(run, result))

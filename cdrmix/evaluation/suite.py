@@ -111,7 +111,22 @@ def request_in_training(settings: EvaluationConfig, suite: SuiteConfig) -> Reque
         seed=suite.seed,
         execute_code=settings.execute_code,
         sandbox=settings.sandbox,
+        options=dict(suite.options),
     )
+
+
+def conditions(judged: Judged, request: Request, *, layout: str, precision: str) -> dict[str, Any]:
+    """Returns what the scores of any suite depend on beside the model, for their settings."""
+    return {
+        "layout": layout,
+        "precision": precision,
+        "batch_size": judged.batch_size,
+        "max_length": judged.max_length,
+        "seed": request.seed,
+        "limit": request.limit,
+        "data": None if judged.data is None else str(judged.data),
+        "tasks": None if request.tasks is None else str(request.tasks),
+    }
 
 
 def suite_of(name: SuiteName) -> Suite:

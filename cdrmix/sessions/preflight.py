@@ -189,7 +189,14 @@ def _suite_problems(config: Config) -> list[TrainingError]:
     for suite in settings.suites:
         if suite.name not in refused:
             with _noted(found):
-                suite_of(suite.name).check(request_in_training(settings, suite))
+                asked = suite_of(suite.name)
+                known: dict[str, str] = getattr(asked, "options", {})
+                if unknown := sorted(suite.options.keys() - known.keys()):
+                    raise ConfigError(
+                        f"evaluation.suites, {suite.name}: it has no options {', '.join(unknown)}. "
+                        f"Known: {', '.join(known) or 'none'}"
+                    )
+                asked.check(request_in_training(settings, suite))
     return found
 
 

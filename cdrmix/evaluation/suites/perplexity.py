@@ -189,15 +189,17 @@ def _packed(
         "tokens": apart.whole.tokens,
         "segment_documents": config.data.segment_documents,
     }
-    return _packed_rows(apart, dataset.bytes_per_token, request.seed), apart.whole.as_json(), settings
+    return (
+        _packed_rows(apart, dataset.bytes_per_token, request.seed),
+        apart.whole.as_json(),
+        settings,
+    )
 
 
 def _packed_rows(apart: Apart, bytes_per_token: float, seed: int) -> list[Row]:
     whole = apart.whole
     count = len(apart.tokens)
-    rows = _three_rows(
-        "packed", apart.nats, apart.tokens, apart.tokens * bytes_per_token, seed
-    )
+    rows = _three_rows("packed", apart.nats, apart.tokens, apart.tokens * bytes_per_token, seed)
     for domain in whole.domains:
         name = f"packed:{domain.domain}"
         rows.append(Row(name, "nats_per_token", domain.loss, None, None, count))
@@ -292,9 +294,7 @@ def _document_rows(
 
     prefix = judged.tokenizer.prefix_ids[-1:]
     whole = [np.concatenate([prefix, tokens]) for tokens in documents.tokens]
-    reading = Reading(
-        whole, judged.tokenizer.pad_id, window, judged.batch_size, judged.topology
-    )
+    reading = Reading(whole, judged.tokenizer.pad_id, window, judged.batch_size, judged.topology)
     ways = {"documents": reset_nats(judged.model, reading, stride=stride)}
     num_tokens = documents.num_tokens
     longer = np.flatnonzero(num_tokens > window)
@@ -306,7 +306,8 @@ def _document_rows(
     else:
         # Of a single window there is one result, whatever the way.
         several = Reading(
-            [whole[i] for i in longer], *(reading.pad_id, window, judged.batch_size, judged.topology)
+            [whole[i] for i in longer],
+            *(reading.pad_id, window, judged.batch_size, judged.topology),
         )
         for name, found in (
             ("documents-carried", carried_nats(judged.model, several)),
@@ -323,9 +324,7 @@ def _document_rows(
     return rows, {"state": state, "longer_documents": len(longer)}
 
 
-def _by_domain(
-    task: str, nats: NDArray[np.float64], documents: _Documents, seed: int
-) -> list[Row]:
+def _by_domain(task: str, nats: NDArray[np.float64], documents: _Documents, seed: int) -> list[Row]:
     """Rows of all documents and, where there are several domains, of each."""
     sizes = (documents.num_tokens, documents.num_bytes)
     rows = _three_rows(task, nats, *sizes, seed)
