@@ -40,6 +40,7 @@ setup(
     package_data={
         "cdrmix.corpus": ["templates/*"],
         "cdrmix.evaluation.code_tasks": ["tasks/*.yaml"],
+        "cdrmix.evaluation.suites": ["tasks/*"],
         "cdrmix.models": ["*.cpp"],
         "cdrmix.monitoring": ["templates/*"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],
