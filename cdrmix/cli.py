@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,11 +21,13 @@ from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.compare_verb import add_compare
 from cdrmix.verbs.data_verbs import add_data
+from cdrmix.verbs.evaluate_verb import add_evaluate
 from cdrmix.verbs.export_verb import add_export
 from cdrmix.verbs.flags import (
     Parser,
     Verbs,
     add_base_flag,
+    add_branch_flags,
     add_checkpoint_flag,
     add_config_flags,
     add_weights_flag,
@@ -220,7 +221,7 @@ def add_generate(verbs: Verbs) -> None:
     )
     flag("--faiss", action="store_true", help="search the index through FAISS ([faiss] extra)")
     flag("--show-memory", action="store_true", help="first what was written, retrieved and dropped")
-    _add_branch_flags(parser)
+    add_branch_flags(parser)
     parser.set_defaults(run=partial(_generate, parser))
 
 
@@ -285,125 +286,6 @@ def _checkpoint_place(arguments: argparse.Namespace) -> Path:
     from cdrmix.checkpoint.trained_run import checkpoint_place
 
     return checkpoint_place(arguments.run_dir, arguments.checkpoint or "last")
-
-
-def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
-    flag = parser.add_argument
-    flag(
-        "--branches",
-        action="store_true",
-        help="have the memory agent try its likeliest actions in one batch and take the first that "
-        "its value head accepts, instead of the likeliest",
-    )
-    least = "advantage from which a branch is accepted; default: accept_threshold of the run"
-    flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
-
-
-def add_evaluate(verbs: Verbs) -> None:
-    """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model, or its reasoning."""
-    parser = verbs.add_parser(
-        "evaluate",
-        help="held-out loss and routing of a trained model, or how it reasons over long texts",
-    )
-    flag = parser.add_argument
-    flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
-    add_checkpoint_flag(parser)
-    add_base_flag(parser)
-    add_weights_flag(parser)
-    flag(
-        "--data",
-        metavar="DIR",
-        help="built folder, or its URL, to evaluate on; default: the folder that the run was "
-        "trained on",
-    )
-    tokens = "most tokens read; default: as at the end of the run"
-    flag("--max-tokens", type=at_least(1), help=tokens)
-    flag(
-        "--suite",
-        choices=("text", "infill", "reasoning"),
-        default="text",
-        help="text: held-out loss (default); infill: lines of held-out documents, left out and "
-        "written by the model; reasoning: tasks by length, with the backbone alone beside it, "
-        "stored as RUN_DIR/reasoning.json",
-    )
-    examples = (
-        "texts of each task and length in the reasoning suite, default 32; lines in that of "
-        "infilling, default 100"
-    )
-    flag("--examples", type=at_least(1), metavar="N", help=examples)
-    flag(
-        "--tasks",
-        type=Path,
-        metavar="FILE",
-        help="tasks of your own for the reasoning suite, a JSON object per line "
-        "(docs/reasoning.md); the table is printed and not stored",
-    )
-    flag("--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file")
-    _add_branch_flags(parser)
-    flag("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=partial(_evaluate, parser))
-
-
-_OF_REASONING = ("tasks", "write_tasks", "branches")
-
-
-def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.accept_threshold is not None and not arguments.branches:
-        parser.error("--accept-threshold goes with --branches")
-    if arguments.tasks and (arguments.examples or arguments.write_tasks):
-        parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
-    if arguments.suite == "infill":
-        if arguments.max_tokens or any(getattr(arguments, flag) for flag in _OF_REASONING):
-            parser.error("--suite infill goes with --examples, --data, --base and --weights alone")
-        if arguments.examples == 1:
-            parser.error("--suite infill needs --examples 2 or more: suffixes are swapped")
-        from cdrmix.evaluation import infilling
-        from cdrmix.evaluation.trained import evaluate_run_infilling
-
-        rows = evaluate_run_infilling(
-            _checkpoint_place(arguments),
-            data=arguments.data,
-            num_examples=arguments.examples or infilling.NUM_EXAMPLES,
-            base=arguments.base,
-            weights=arguments.weights or "trained",
-        )
-        print(infilling.infilling_table(rows, as_json=arguments.json))
-        return
-    if arguments.suite == "text":
-        if arguments.examples or any(getattr(arguments, flag) for flag in _OF_REASONING):
-            parser.error(
-                "--tasks, --write-tasks and --branches go with --suite reasoning, --examples with "
-                "--suite reasoning and --suite infill"
-            )
-        from cdrmix.evaluation.trained import evaluate_run
-
-        place = _checkpoint_place(arguments)
-        text = evaluate_run(
-            place,
-            data=arguments.data,
-            max_tokens=arguments.max_tokens,
-            base=arguments.base,
-            weights=arguments.weights or "trained",
-        )
-        print(json.dumps(text.as_json()) if arguments.json else text.table())
-        return
-    if any(getattr(arguments, flag) for flag in ("max_tokens", "data", "base", "weights")):
-        parser.error("--base, --weights, --max-tokens and --data go with --suite text")
-    from cdrmix.stage_b import long_context as suite
-
-    reasoning = suite.evaluate_reasoning(
-        _checkpoint_place(arguments),
-        num_examples=arguments.examples or 32,
-        file=arguments.tasks,
-        written=arguments.write_tasks,
-        branches=arguments.branches,
-        accept_threshold=arguments.accept_threshold,
-    )
-    # Printed first: the run directory may be read-only, and the suite takes minutes.
-    print(reasoning.as_json() if arguments.json else reasoning.table(), flush=True)
-    # The run directory keeps the table of the standard suite alone.
-    if reasoning.checkpoint is not None and not (arguments.tasks or arguments.branches):
-        suite.store_rows(reasoning.checkpoint, reasoning.rows)
 
 
 def add_report(verbs: Verbs) -> None:

@@ -29,6 +29,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.module_part import zero3_share
 from cdrmix.checkpoint.plain_module import Elsewhere, LogicalName, nowhere, saved_tensors
 from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
@@ -241,7 +242,7 @@ def partitions(engine: Any, logical_name: LogicalName) -> Iterator[Partition]:
         pieces = []
         for param in parameters:
             if engine.zero_optimization_stage() == 3:
-                start, numel = _zero3_share(param)
+                start, numel = zero3_share(param)
                 # ZeRO-3 keeps a range for each gradient, which is that of its share of the master.
                 number = engine.optimizer.get_param_id(param)
                 offset = int(engine.optimizer.grad_position[number][1])
@@ -287,15 +288,6 @@ def _groups_of_masters(engine: Any) -> list[tuple[dict[str, Any], Any]]:
     return list(zip(groups, optimizer.real_dp_process_group, strict=True))
 
 
-def _zero3_share(parameter: Any) -> tuple[int, int]:
-    """Start and number of this rank's elements of a partitioned parameter, without padding."""
-    size = parameter.ds_tensor.ds_numel
-    total = parameter.ds_numel
-    # The last ranks of a small parameter may hold padding alone: their share is empty.
-    start = min(parameter.ds_zero_partition_rank * size, total)
-    return start, min(size, total - start)
-
-
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     """Placement of a parameter or buffer: a block of experts, a shard of a tensor rank, or all."""
     # ZeRO-3 leaves an empty tensor of a parameter, and its shape in `ds_shape`.
@@ -332,7 +324,7 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
         is_saved = placement.is_first_replica and not placement.is_copy
         # Of what is not trained, ZeRO-3 partitions the parameters.
         if kind == "param" and engine.zero_optimization_stage() == 3:
-            span = Span(placement.block, *_zero3_share(tensor))
+            span = Span(placement.block, *zero3_share(tensor))
             values = tensor.ds_tensor.detach().narrow(0, 0, span.numel)
             is_saved = span.numel > 0
         yield is_saved, Fragment(logical_name(name), kind, placement.shape, span, values)

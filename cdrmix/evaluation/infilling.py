@@ -7,10 +7,8 @@ what comes behind the gap must do worse there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +17,18 @@ from numpy.typing import NDArray
 
 from cdrmix.data.document import FimOrder, arranged, draw_by_key, encoded_parts, fields_of
 from cdrmix.data.fim_span import line_starts
-from cdrmix.data.shards import MANIFEST_FILE, read_manifest
-from cdrmix.data.token_dataset import Permutation, TokenStream
+from cdrmix.data.token_dataset import Permutation
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.data.tokenizer_base import FIM_ROLES
 from cdrmix.errors import DataError
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.generate import generate
+from cdrmix.monitoring.suite_results import bootstrap_interval
 
 ORDERS: tuple[FimOrder, ...] = ("psm", "spm")
 NUM_EXAMPLES = 100
 # Tokens beyond those of the line, which may be written in other pieces, and its end.
 _MORE_TOKENS = 4
-# Read of the held-out split, in equal parts from each of its shards: 32 MiB, and thousands of
-# documents, of which few hundred are drawn.
-_MOST_TOKENS = 2**22
-_NUM_RESAMPLES = 1_000
-_INTERVAL = (2.5, 97.5)  # percentiles
 # Fixed, so that evaluations of different runs read the same documents.
 _ORDER_KEY = (0,)
 
@@ -57,7 +50,8 @@ class Infilling:
         examples: lines asked for (count).
         exact: share written as they are, but for blanks at the end.
         low, high: 95 % interval of that share, by bootstrap over the documents.
-        other_suffix: share with the suffix of another document; the control.
+        other_suffix: share with the suffix of another document, the control; other_low and
+            other_high are its interval.
     """
 
     order: FimOrder
@@ -66,45 +60,8 @@ class Infilling:
     low: float
     high: float
     other_suffix: float
-
-
-def infilling_table(rows: Sequence[Infilling], *, as_json: bool) -> str:
-    """Returns the results as lines of text for a person, or as one JSON object."""
-    if as_json:
-        return json.dumps({"infill": [asdict(row) for row in rows]})
-    lines = ["order  lines  exact  95 % interval  suffix of another"]
-    lines += [
-        f"{row.order.upper():5}  {row.examples:5,}  {row.exact:5.3f}  {row.low:5.3f} to "
-        f"{row.high:5.3f}  {row.other_suffix:17.3f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def held_out_documents(folder: Path) -> list[NDArray[np.int64]]:
-    """Tokens of documents of the validation split of a built folder, without their EOS.
-
-    They are held out whole and never rearranged. Of a large split those at the beginning of each
-    shard are read. Raises DataError if there are none, or a shard cannot be read.
-    """
-    manifest = read_manifest(folder)
-    shards = [shard for shard in manifest.shards if shard.split == "validation" and shard.tokens]
-    if not shards:
-        raise DataError(
-            f"{folder / MANIFEST_FILE}: holds no held-out documents (split 'validation') to "
-            "infill. Give --data with a data set that has some (shards.validation_share of its "
-            "recipe)"
-        )
-    stream = TokenStream(folder, shards, manifest.dtype)
-    documents: list[NDArray[np.int64]] = []
-    begin = 0
-    for shard in shards:
-        tokens = stream.rows([begin], min(shard.tokens, _MOST_TOKENS // len(shards)))[0]
-        ends = np.flatnonzero(tokens == manifest.eos_id)
-        # What is behind the last end is a part of a document.
-        documents += [piece[:-1] for piece in np.split(tokens, ends + 1)[:-1]]
-        begin += shard.tokens
-    return documents
+    other_low: float
+    other_high: float
 
 
 def line_examples(
@@ -178,14 +135,16 @@ def evaluate_infilling(
     *,
     num_examples: int = NUM_EXAMPLES,
     window: int,
+    seed: int = 0,
 ) -> list[Infilling]:
     """Measures how many left-out lines a model writes exactly, in each order.
 
     Args:
-        model: whole, on one device.
+        model: in any layout, whose ranks call this together.
         documents: tokens of held-out documents in their own order, without EOS.
         num_examples: most lines, each of another document (count).
         window: tokens that the model was trained on at a time.
+        seed: of the intervals; the lines are the same each time.
     Raises:
         DataError: if the tokenizer has no tokens for infilling, or fewer than two documents have a
             line to leave out.
@@ -214,9 +173,9 @@ def evaluate_infilling(
     for order in ORDERS:
         right = [_is_written(model, tokenizer, example, order) for example in examples]
         control = [_is_written(model, tokenizer, example, order) for example in replaced]
-        low, high = _bootstrap(right)
         exact, other = (sum(each) / len(examples) for each in (right, control))
-        rows.append(Infilling(order, len(examples), exact, low, high, other))
+        intervals = [bootstrap_interval(each, seed=seed) for each in (right, control)]
+        rows.append(Infilling(order, len(examples), exact, *intervals[0], other, *intervals[1]))
     return rows
 
 
@@ -233,11 +192,3 @@ def _is_written(
     written = tokenizer.decode(tokens, continues=bool(example.prefix))
     return written.rstrip() == example.line.rstrip()
 
-
-def _bootstrap(right: Sequence[bool]) -> tuple[float, float]:
-    """Interval of the share of true ones, by drawing as many again, with replacement."""
-    count = len(right)
-    # The number of true ones among such draws is binomial.
-    draws = np.random.default_rng(0).binomial(count, sum(right) / count, size=_NUM_RESAMPLES)
-    low, high = np.percentile(draws / count, _INTERVAL)
-    return float(low), float(high)

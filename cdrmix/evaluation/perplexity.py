@@ -167,6 +167,22 @@ class Evaluation:
         return "\n".join(lines)
 
 
+class Apart(NamedTuple):
+    """An evaluation, and its sums of each sample and each batch, equal on every rank.
+
+    Attributes:
+        nats, tokens: of each sample, and the tokens predicted there, float64, [N].
+        routing: statistics of the routers of each batch, float64, [batches, R * S].
+        read: tokens of each batch, float64, [batches].
+    """
+
+    whole: Evaluation
+    nats: np.ndarray
+    tokens: np.ndarray
+    routing: Tensor
+    read: Tensor
+
+
 def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
     """Returns the numbers of the samples of an evaluation of at most `max_tokens`; at least one.
 
@@ -176,7 +192,6 @@ def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
     return Permutation(dataset.num_samples, _ROW_ORDER_KEY)(np.arange(count, dtype=np.int64))
 
 
-@torch.no_grad()
 def evaluate(
     model: LanguageModel,
     dataset: TokenDataset,
@@ -204,14 +219,74 @@ def evaluate(
     Raises:
         DataError: on every rank, if a shard is missing or truncated for any of them.
     """
+    groups = _groups(dataset, fim_ids)
+    walk = _Walk(max_tokens, batch_size, segment_documents, fim_ids, groups)
+    totals, _ = _walked(model, dataset, walk, topology)
+    return _summarise(model.config, dataset, groups, totals)
+
+
+def evaluate_apart(
+    model: LanguageModel,
+    dataset: TokenDataset,
+    *,
+    max_tokens: int,
+    batch_size: int,
+    segment_documents: bool = False,
+    fim_ids: tuple[int, ...] | None = None,
+    topology: Topology = ALONE,
+) -> Apart:
+    """Measures as `evaluate`, and tells what each sample and each batch adds to it."""
+    groups = _groups(dataset, fim_ids)._replace(samples=batch_size)
+    walk = _Walk(max_tokens, batch_size, segment_documents, fim_ids, groups)
+    totals, batches = _walked(model, dataset, walk, topology)
+    whole, parts = _NUM_WHOLE_SUMS, sum(groups)
+    ends = (whole + parts, whole + 2 * parts)
+    nats, tokens = (batches[:, end - batch_size : end].flatten() for end in ends)
+    routing = batches[:, ends[1] :]
+    routing = routing[:, : model.num_routers * num_statistics(model.config)]
+    is_there = tokens > 0  # batches may have a sample less
+    return Apart(
+        _summarise(model.config, dataset, groups, totals),
+        nats[is_there].cpu().numpy(),
+        tokens[is_there].cpu().numpy(),
+        routing,
+        batches[:, whole - 1],
+    )
+
+
+class _Groups(NamedTuple):
+    """Numbers of domains, of kinds and of samples of a batch whose sums are taken apart; 0 where
+    they are not."""
+
+    domains: int
+    kinds: int
+    samples: int = 0
+
+
+class _Walk(NamedTuple):
+    """Samples to read, and how; see `evaluate`."""
+
+    max_tokens: int
+    batch_size: int
+    segment_documents: bool
+    fim_ids: tuple[int, ...] | None
+    groups: _Groups
+
+
+@torch.no_grad()
+def _walked(
+    model: LanguageModel, dataset: TokenDataset, walk: _Walk, topology: Topology
+) -> tuple[Tensor, Tensor]:
+    """Sums of `_batch_sums` over all batches, and those of each batch, [batches, sums]; these only
+    where samples are taken apart."""
     # Called in the middle of a training run, too.
     was_training = model.training
     model.eval()
-    samples = held_out_rows(dataset, max_tokens)
-    batches = np.array_split(samples, -(-len(samples) // batch_size))
+    samples = held_out_rows(dataset, walk.max_tokens)
+    batches = np.array_split(samples, -(-len(samples) // walk.batch_size))
     num_ranks = topology.degrees.data
-    boundary_id = dataset.manifest.eos_id if segment_documents else None
-    groups = _groups(dataset, fim_ids)
+    boundary_id = dataset.manifest.eos_id if walk.segment_documents else None
+    groups = walk.groups
     num_sums = _NUM_WHOLE_SUMS + 2 * sum(groups)
     # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
@@ -219,28 +294,35 @@ def evaluate(
     num_routed = len(model.config.routed_layers())
     depth = totals.new_zeros(num_routed * len(DEPTH_STATISTICS))
     totals = torch.cat([totals, routing, depth])
+    apart = totals.new_zeros(len(batches) if groups.samples else 0, len(totals))
     # Every rank runs the same number of passes, since the experts of a layer may live on other
     # ranks. A rank without a batch of its own runs the first one, at weight 0.
     for turn in range(-(-len(batches) // num_ranks)):
         place = turn * num_ranks + topology.data_rank
         is_counted = place < len(batches)
-        batch = batches[place if is_counted else 0]
-        rows, parts = runtime.together(partial(_read, dataset, batch, groups, fim_ids))
-        sums = _batch_sums(model, rows, boundary_id, parts, has_head=topology.is_last_stage)
+        place = place if is_counted else 0
+        rows, parts = runtime.together(
+            partial(_read, dataset, batches[place], groups, walk.fim_ids)
+        )
+        sums = _batch_sums(
+            model,
+            rows,
+            boundary_id,
+            parts,
+            is_parted=groups.domains + groups.kinds > 0,
+            has_head=topology.is_last_stage,
+        )
         if sums is not None:
             sums *= float(is_counted)
             # Tensor ranks hold the same tokens, but each has counted its share of the routing.
             sums[:num_sums] *= float(topology.counts_tokens)
             totals += sums
+            if groups.samples:
+                apart[place] += sums
     model.train(was_training)
-    return _summarise(model.config, dataset, groups, runtime.all_reduce_sum(totals))
-
-
-class _Groups(NamedTuple):
-    """Numbers of domains and of kinds whose sums are taken apart; 0 where they are not."""
-
-    domains: int
-    kinds: int
+    if groups.samples:
+        runtime.all_reduce_sum(apart)
+    return runtime.all_reduce_sum(totals), apart
 
 
 def _groups(dataset: TokenDataset, fim_ids: tuple[int, ...] | None) -> _Groups:
@@ -261,6 +343,9 @@ def _read(
     if fim_ids is not None:
         kinds = label_kinds(rows, dataset.roles(batch), dataset.manifest.eos_id, fim_ids)
         parts.append(F.one_hot(torch.from_numpy(kinds).long(), groups.kinds))
+    if groups.samples:
+        each = F.one_hot(torch.arange(len(rows)), groups.samples)
+        parts.append(each.unsqueeze(1).expand(-1, rows.shape[1] - 1, -1))
     return rows, parts
 
 
@@ -270,6 +355,7 @@ def _batch_sums(
     boundary_id: int | None,
     parts: list[Tensor],
     *,
+    is_parted: bool,
     has_head: bool,
 ) -> Tensor | None:
     """Runs rows [n, T+1]; returns one vector of sums, float64, as `_NUM_WHOLE_SUMS` describes it.
@@ -277,6 +363,7 @@ def _batch_sums(
     Args:
         boundary_id: token that ends a document, to keep documents apart; None: one context.
         parts: as of `_read`.
+        is_parted: the first of them is of domains or kinds, whose sum is the whole.
         has_head: this rank has the last pipeline stage; other stages return None.
     """
     targets = rows[:, 1:]
@@ -296,10 +383,12 @@ def _batch_sums(
     else:
         members = torch.cat(parts, dim=-1).to(model.device)
         weights = LabelWeights(sums=members.float())
-        nats = next_token_losses(model.embedding, output.hidden, labels, weights).nats.double()
+        losses = next_token_losses(model.embedding, output.hidden, labels, weights)
+        nats = losses.nats.double()
         valid = (members * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
-        # The whole is the sum of its parts to the last bits, which a sum in float32 is not.
-        whole = nats[: parts[0].shape[-1]].sum()
+        # The whole is the sum of its parts to the last bits, which a sum in float32 is not. Samples
+        # are no parts that are told: with them alone it is as without.
+        whole = nats[: parts[0].shape[-1]].sum() if is_parted else losses.loss.double()
         sums = [whole.reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
@@ -320,30 +409,24 @@ def _summarise(
     for domain, (of_domain, count) in zip(dataset.domains, known[: groups.domains], strict=False):
         if count:
             each = of_domain / count
-            domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
+            domains.append(DomainLoss(domain, each, perplexity_of(each), int(count)))
     depth = []
     if routed := config.routed_layers():
         parts, statistics = parts.tensor_split([len(parts) - len(routed) * len(DEPTH_STATISTICS)])
         found = depth_monitors(statistics.view(len(routed), -1))
         shares, correlations = found.fraction.tolist(), found.position_correlation.tolist()
         depth = [BlockDepth(*each) for each in zip(routed, shares, correlations, strict=True)]
-    layers = []
-    mixers = []
-    sums = parts.view(-1, num_statistics(config))
-    if len(sums) and routers_in(config, "ffn") is not None:
-        layers = _layer_routing(sums, config, "ffn", num_tokens=totals[2])
-    if routers_in(config, "mixer") is not None:
-        mixers = _layer_routing(sums, config, "mixer", num_tokens=totals[2])
+    routing = routing_of(config, parts, num_tokens=totals[2])
     return Evaluation(
         loss=loss,
-        perplexity=_perplexity(loss),
+        perplexity=perplexity_of(loss),
         bits_per_byte=loss / math.log(2) / dataset.bytes_per_token,
         tokens=tokens,
-        layers=layers,
+        layers=routing["ffn"],
         domains=domains,
-        objectives=_objectives(known[groups.domains :]),
+        objectives=_objectives(known[groups.domains :][: groups.kinds]),
         depth=depth,
-        mixers=mixers,
+        mixers=routing["mixer"],
     )
 
 
@@ -359,6 +442,20 @@ def _objectives(sums: list[tuple[float, float]]) -> list[ObjectiveLoss]:
         for kind, (nats, count) in of_kinds.items()
         if count
     ]
+
+
+def routing_of(
+    config: ModelConfig, statistics: Tensor, *, num_tokens: Tensor
+) -> dict[RouterPart, list[LayerRouting]]:
+    """Routing of MoE layers (`ffn`) and of mixers with experts, from sums over `num_tokens` tokens
+    of their statistics, [R * S]."""
+    sums = statistics.view(-1, num_statistics(config))
+    found: dict[RouterPart, list[LayerRouting]] = {"ffn": [], "mixer": []}
+    if len(sums) and routers_in(config, "ffn") is not None:
+        found["ffn"] = _layer_routing(sums, config, "ffn", num_tokens=num_tokens)
+    if routers_in(config, "mixer") is not None:
+        found["mixer"] = _layer_routing(sums, config, "mixer", num_tokens=num_tokens)
+    return found
 
 
 def _layer_routing(
@@ -381,6 +478,7 @@ def _layer_routing(
     return [LayerRouting(layer, *each) for layer, each in zip(layers, values, strict=True)]
 
 
-def _perplexity(loss: float) -> float:
+def perplexity_of(loss: float) -> float:
+    """Perplexity of a loss in nats per token."""
     # exp(709.8) is the largest float64; the loss of a diverged model is beyond it.
     return math.exp(min(loss, 700.0))

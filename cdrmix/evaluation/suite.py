@@ -27,6 +27,8 @@ SUITES: dict[SuiteName, tuple[str, str]] = {
     "code": ("cdrmix.evaluation.suites.code", "Code"),
     "infill": ("cdrmix.evaluation.suites.infill", "Infill"),
     "routing": ("cdrmix.evaluation.suites.routing", "Routing"),
+    # Of a row above this package, which may know it by name alone.
+    "reasoning": ("cdrmix.stage_b.reasoning_suite", "Reasoning"),
 }
 
 
@@ -37,10 +39,13 @@ class Request:
     Attributes:
         tasks: folder or file of tasks; None: those that come with the suite.
         limit: most examples of each task (count); None: all, or as many as the suite says.
-        data: built folder, or its URL, with held-out text; None: that of the training.
+        data: built folder, or its URL, with held-out text; None: that of the training. A suite
+            reads `Judged.data`, which is this one where it is given.
         seed: of what is drawn.
         execute_code, sandbox: as of the configuration's `evaluation`.
-        options: further flags that one suite knows, such as `window`.
+        options: further flags that one suite knows, such as `window`: those of `--option
+            NAME=VALUE`, of which the command line takes the names in the suite's `options` alone,
+            and `max_tokens`, `write_tasks`, `branches` and `accept_threshold` of its own flags.
     """
 
     tasks: Path | None = None
@@ -62,7 +67,12 @@ class Judged:
         max_length: most tokens of an input.
         batch_size: samples of a forward pass, which changes nothing but the time.
         source: as of `SuiteResult`, and so is `step`.
-        data: built folder of the training's held-out text, verified; None: not there.
+        data: built folder with held-out text, verified: that of the request, or else of the
+            training; None: not there.
+        tokenizer_digest: sha256 of the file of the tokenizer that the model was trained with, hex,
+            as the manifest of a data set has it; another one there means that its token ids are
+            not those of `tokenizer`. None: not known.
+        no_data: message of the error of a suite that needs `data`, where there is none.
     """
 
     model: LanguageModel
@@ -75,10 +85,16 @@ class Judged:
     step: int | None
     weights: str
     data: Path | None
+    tokenizer_digest: str | None = None
+    no_data: str = "give --data DIR, a built folder with held-out text"
 
 
 class Suite(Protocol):
-    """A kind of evaluation."""
+    """A kind of evaluation.
+
+    One that takes `--option NAME=VALUE` has an attribute `options`, the meaning of each by its
+    name, for the help and the check of the command line.
+    """
 
     def check(self, request: Request) -> None:
         """Raises DataError or ConfigError if it cannot run, before a model is loaded. No torch."""

@@ -85,7 +85,7 @@ def load_trained(
         config = config_of(reader, base=base)
         folder, digest = tokenizer_of(newest.path, reader.state, config)
         tokenizer = load_tokenizer(folder)
-        model = _without_weights(config)
+        model = without_weights(config)
         name = logical_name_in(config.model)
         if config.model.lora is not None:
             code = config.model.remote_code
@@ -98,9 +98,9 @@ def load_trained(
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
-def _without_weights(config: Config) -> Backbone | HuggingFaceModel:
-    """Makes the model of a checkpoint on the device: a large one need not fit into the host's
-    memory."""
+def without_weights(config: Config) -> Backbone | HuggingFaceModel:
+    """Makes a whole model in float32 on the device, for weights that are read into it: a large one
+    need not fit into the host's memory."""
     if config.model.kind == "hf":
         # transformers takes seconds to import
         from cdrmix.hf.build import build_causal
@@ -200,7 +200,7 @@ def evaluate_run(
     run = load_trained(source, base=base, weights=weights)
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
-    folder = _held_out_folder(run, data)
+    folder = held_out_folder(run.config, run.checkpoint, run.tokenizer_digest, data)
     logger.info("%s: step %d on %s", source, run.step, folder)
     return evaluate(
         run.model,
@@ -227,7 +227,7 @@ def evaluate_run_infilling(
         data, base, weights: as in `evaluate_run`, and so are the errors.
     """
     run = load_trained(source, base=base, weights=weights)
-    folder = _held_out_folder(run, data)
+    folder = held_out_folder(run.config, run.checkpoint, run.tokenizer_digest, data)
     logger.info("%s: step %d on %s", source, run.step, folder)
     return evaluate_infilling(
         run.model,
@@ -238,24 +238,34 @@ def evaluate_run_infilling(
     )
 
 
-def _held_out_folder(run: TrainedModel, data: str | None) -> Path:
-    """Folder whose validation split is read, verified; errors as `evaluate_run`."""
+def held_out_folder(
+    config: Config, checkpoint: Path, tokenizer_digest: str | None, data: str | None
+) -> Path:
+    """Finds a folder with held-out text for a model, and verifies its validation split.
+
+    Args:
+        config, checkpoint: of the run.
+        tokenizer_digest: sha256 of the file of the model's tokenizer, hex; None: any will do.
+        data: folder or URL; None: the folder of the training.
+    Raises:
+        DataError: if it is missing, damaged, or of another tokenizer.
+    """
     if data is not None and "://" in data:  # of the caller: no other URL is opened
-        length = run.config.training.sequence_length
+        length = config.training.sequence_length
         folder = local_folder(DataConfig(path=data, order="sequential"), length)
     else:
-        given = local_data(run.config, run.checkpoint) if data is None else Path(data)
+        given = local_data(config, checkpoint) if data is None else Path(data)
         if given is None:
             raise DataError(
-                f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
+                f"{checkpoint}: was trained on a data set behind a URL, and one that a "
                 "checkpoint names is not opened. Give --data with that URL or a folder"
             )
         folder = given
         if data is None and not folder.is_dir():
-            is_sample = run.config.data.path == SAMPLE
+            is_sample = config.data.path == SAMPLE
             build = f", or first `cdrmix data sample --out {folder}`" if is_sample else ""
             raise DataError(
-                f"{folder.absolute()}: the data set that {run.checkpoint} was trained on is not "
+                f"{folder.absolute()}: the data set that {checkpoint} was trained on is not "
                 f"there. Give --data DIR with its folder{build}"
             )
         # A cache names the URL of its data set, which would be opened without the user's knowledge.
@@ -265,11 +275,11 @@ def _held_out_folder(run: TrainedModel, data: str | None) -> Path:
                 "is missing. Give --data with that URL, or a whole folder"
             )
     manifest = read_manifest(folder)
-    if manifest.tokenizer.sha256 != run.tokenizer_digest:
+    if tokenizer_digest not in (None, manifest.tokenizer.sha256):
         raise DataError(
             f"{folder}: its tokens are of another tokenizer than the model's: sha256 "
-            f"{manifest.tokenizer.sha256[:12]} here, {run.tokenizer_digest[:12]} in "
-            f"{run.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
+            f"{manifest.tokenizer.sha256[:12]} here, {str(tokenizer_digest)[:12]} in "
+            f"{checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
         )
     # Only the shards to be read: the training split may be a thousand times as large.
     held_out = tuple(shard for shard in manifest.shards if shard.split == "validation")

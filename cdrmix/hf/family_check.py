@@ -27,11 +27,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _Check = Callable[[HuggingFaceModel], str | None]
 
 
-def check_family(model: HuggingFaceModel) -> None:
+def check_family(model: HuggingFaceModel, *, trains: bool = True) -> None:
     """Warns of a family that is not tested here, once it has passed a check; collective.
 
     Args:
         model: with its weights; its mode is restored.
+        trains: check gradients too.
     Raises:
         ConfigError: on every rank, if hidden states times the head are not the model's own scores,
             documents of one row see each other, or gradients are not finite.
@@ -41,19 +42,22 @@ def check_family(model: HuggingFaceModel) -> None:
         return
     was_training = model.training
     model.eval()
-    own = [text for check in _CHECKS if (text := _outcome(check, model))]
+    checks = _CHECKS if trains else (_scores_are_own, _documents_are_apart)
+    own = [text for check in checks if (text := _outcome(check, model))]
     model.train(was_training)
     failed = next(filter(None, runtime.all_gather_object(own)), [])
     if failed:
         raise ConfigError(
             f"model.path: the family {family!r} is not among those that are tested here, and "
-            f"cannot be trained: {'; '.join(failed)}. Tested are {', '.join(TESTED_FAMILIES)}"
+            f"cannot be {'trained' if trains else 'evaluated'}: {'; '.join(failed)}. Tested are "
+            f"{', '.join(TESTED_FAMILIES)}"
         )
     if runtime.rank() == 0:
         logger.warning(
-            "warning: model.path: the family %r is not tested here. On %d tokens its loss, packed "
-            "documents and gradients are as they should be",
+            "warning: model.path: the family %r is not tested here. On %d tokens its %s are as "
+            "they should be",
             *(family, sum(map(sum, _LENGTHS))),
+            "loss, packed documents and gradients" if trains else "scores and packed documents",
         )
 
 

@@ -244,8 +244,12 @@ class ExpertLayer(MOELayer):
         # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
         self.share_tokens: Callable[..., Tensor] | None = None
 
-    def _set_ep_group(self, ep_group: Any) -> None:
-        self.ep_group = ep_group
+    def join(self, group: Any) -> None:
+        """Takes the process group over which the experts are spread."""
+        self.ep_group = group
+
+    # as DeepSpeed's engine calls it
+    _set_ep_group = join
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]; see `MoEFeedForward`."""

@@ -53,6 +53,8 @@ class SuiteResult:
         weights: `trained`, or `ema` for the average of the weights.
         settings: all that the scores depend on beside the model, such as seeds, windows, the
             prefix token, digests of tasks and versions of packages.
+        details: further parts of the printed JSON object that are no scores.
+        notes: lines for a person below the table, such as a bound that a score misses.
     """
 
     suite: str
@@ -61,13 +63,13 @@ class SuiteResult:
     step: int | None = None
     weights: str = "trained"
     settings: dict[str, Any] = field(default_factory=dict)
-    # Further parts of the printed JSON object that are no scores.
     details: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the object that `cdrmix evaluate --json` prints."""
-        fields = asdict(self)
-        return fields | fields.pop("details")
+        content = asdict(self)
+        return content | content.pop("details")
 
     def table(self) -> str:
         """Returns the rows as lines of text for a person."""
@@ -82,7 +84,7 @@ class SuiteResult:
                 f"{row.task:{width}}  {row.metric:{named}}  {row.score:9.4f}  {between:20}"
                 f"  {row.n:7,}"
             )
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes)
 
 
 def lower_is_better(metric: str) -> bool:
@@ -145,7 +147,8 @@ def read_result(path: Path) -> SuiteResult:
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = {name: content[name] for name in ("suite", "source", "step", "weights", "settings")}
-        return SuiteResult(**known, rows=[_row(row) for row in content["rows"]])
+        rows = [_row(row) for row in content["rows"]]
+        return SuiteResult(**known, rows=rows, notes=content.get("notes", []))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(
             f"{path}: is no result of a suite ({type(error).__name__}: {error}). Write one with "
@@ -154,7 +157,8 @@ def read_result(path: Path) -> SuiteResult:
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    """Row of its JSON object; values that are not finite were written as text."""
+    """Row of its JSON object, which may have more columns; values that are not finite were written
+    as text."""
     low, high = (None if values[end] is None else float(values[end]) for end in ("low", "high"))
     names = str(values["task"]), str(values["metric"])
     return Row(*names, float(values["score"]), low, high, int(values["n"]))

@@ -36,7 +36,8 @@ class LabelWeights:
             gradients would vanish, so that a scale common to all labels comes after the loss.
         squares: factor on the square of the logarithm of the softmax's denominator at each label,
             [...], float32; None: no such loss.
-        sums: part of each label in each of S reported sums, [..., S], float32; None: no sums.
+        sums: part of each label in each of S reported sums, [..., S], float32, or float64 for sums
+            in that type; None: no sums.
         heads: equal shares of the labels, one behind another, of different heads: no chunk holds
             labels of two, so that the loss of one does not depend on others.
     """
@@ -54,8 +55,8 @@ class HeadLoss(NamedTuple):
     """Loss of some labels under a head, float32; the same for every part of the vocabulary."""
 
     loss: Tensor  # as `LabelWeights` weighs nats and squares, scalar, with gradients
-    nats: Tensor  # of each reported sum, [S], without gradients
-    squares: Tensor  # of each reported sum, [S], without gradients; zeros where none weigh
+    nats: Tensor  # of each reported sum, [S], in the type of `sums`, without gradients
+    squares: Tensor  # of each reported sum, [S], as `nats`; zeros where none weigh
     of_heads: Tensor  # share of each head in the loss, [heads], without gradients
 
 
@@ -118,7 +119,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needs_weight:
             weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         of_heads = torch.zeros(weights.heads, dtype=torch.float32, device=hidden.device)
-        nats = of_heads.new_zeros(0 if weights.sums is None else weights.sums.shape[-1])
+        nats = of_heads.new_zeros(0)
+        if weights.sums is not None:
+            nats = weights.sums.new_zeros(weights.sums.shape[-1])
         squares = torch.zeros_like(nats)
         for head, here in _chunks(hidden.shape[0], weights.heads):
             rows = hidden[here]

@@ -15,6 +15,7 @@ from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.block import Block
 from cdrmix.models.mixture_of_depths import RoutedBlock, make_block
+from cdrmix.models.moe import ExpertLayer
 from cdrmix.parallel.pipeline import Pipeline, PipelineStage, StagedBackbone
 from cdrmix.parallel.sequence import spread_tokens
 from cdrmix.parallel.tensor import mark_copies, split_block, split_embedding
@@ -37,8 +38,6 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         return build.build_model(config, plan)
 
     expert = topology.degrees.expert
-    # expert groups are consecutive ranks of a stage
-    expert_rank = topology.rank % (topology.degrees.data * topology.degrees.tensor) % expert
 
     def block(model: ModelConfig, layer: int) -> Block:
         whole = make_block(model, layer, expert_parallel_size=expert)
@@ -47,7 +46,7 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         whole.initialize(
             seed=config.training.seed,
             std=model.init_std,
-            expert_parallel_rank=expert_rank,
+            expert_parallel_rank=topology.expert_rank,
         )
         split_block(whole, topology)
         spread_tokens(whole, topology, config)
@@ -82,6 +81,23 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         partition(model, plan.deepspeed)
         model.embedding = PartitionedEmbedding(model.embedding)
     return model
+
+
+def join_experts(module: nn.Module, topology: Topology) -> None:
+    """Makes the groups over which experts are spread, for a model without an engine, which would
+    make them; collective over the world."""
+    size = topology.degrees.expert
+    if size == 1:
+        return
+    for first in range(0, topology.degrees.world_size, size):
+        ranks = range(first, first + size)
+        # in one order on every rank, as each group is made by a collective over the world
+        group = runtime.new_group(list(ranks))
+        if topology.rank in ranks:
+            mine = group
+    for part in module.modules():
+        if isinstance(part, ExpertLayer):
+            part.join(mine)
 
 
 def for_inference(module: nn.Module) -> Backbone | StagedBackbone | HuggingFaceModel:

@@ -51,6 +51,11 @@ class Topology:
         return self.data_rank // self.degrees.sequence
 
     @property
+    def expert_rank(self) -> int:
+        """Place among the consecutive ranks of a stage over which experts are spread."""
+        return self.rank % self.degrees.stage_ranks % self.degrees.expert
+
+    @property
     def is_first_stage(self) -> bool:
         """True where tokens are embedded."""
         return self.stage == 0

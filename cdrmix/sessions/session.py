@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,34 +34,18 @@ from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
-from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.fine_tuning import check_host
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
 from cdrmix.runtime.host_memory import available_memory_gib
+from cdrmix.sessions.ranks_here import cluster_here
 
 logger = get_logger(__name__)
 
 
 def choose_here(config: Config, *, profile: str | None) -> Plan:
-    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective.
-
-    Every device is taken to be as large as the smallest.
-    """
-    local = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
-    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(local), strict=True)
-    world = len(ranks)
-    # Hosts may have different numbers of ranks; a plan takes nodes of equal size.
-    on_a_node = math.gcd(*ranks)
-    if world % on_a_node:
-        on_a_node = 1
-    cluster = make_cluster(
-        nodes=world // on_a_node,
-        gpus_per_node=on_a_node,
-        gpu="cpu" if runtime.use_cpu() else None,
-        gpu_memory_gib=min(device_gib),
-    )
-    cluster = replace(cluster, host_memory_gib=min(host_gib), host_memory_source="measured")
+    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective."""
+    cluster = cluster_here()
     plan = runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
     runtime.together(
         lambda: check_host(plan, config, cluster, available_gib=available_memory_gib())

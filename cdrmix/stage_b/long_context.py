@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.sinks import write_text_atomic
+from cdrmix.monitoring.suite_results import bootstrap_interval
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
 from cdrmix.reasoning.policy import roll_out, roll_out_branches
@@ -57,13 +58,17 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
     StateError if there is none, it is older than Stage B, or its tokenizer is missing or another,
     and DataError if that cannot be read.
     """
-    trained = load_trained(source)
+    return reader_of(load_trained(source), accept_threshold=accept_threshold)
+
+
+def reader_of(trained: TrainedModel, *, accept_threshold: float | None = None) -> TrainedReader:
+    """Makes the reader of a model that is loaded already; see `load_reader`."""
     stage_b = trained.config.stage_b
     with CheckpointFile(trained.checkpoint) as checkpoint:
         # By the content: a Stage A of a reasoning variant has the section, but no memory yet.
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
-                f"{source}: step {trained.step} has no memory to read with. Memory is trained in "
+                f"{trained.checkpoint}: step {trained.step} has no memory to read with. Memory is trained in "
                 "Stage B: train a reasoning variant (cdrmix-reason-*) with training.stage all or b"
             )
         if accept_threshold is not None:
@@ -89,6 +94,8 @@ class Row:
     score: float
     backbone_score: float  # of the backbone alone, on the same texts
     n: int
+    low: float | None = None  # 95 % interval of the score, over the texts; None of a single one
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,6 @@ class Evaluated:
 
     rows: list[Row]
     accepted: float | None = None  # share of the decisions that accepted a branch
-    checkpoint: Path | None = None  # of the reader, if one was loaded
 
     def as_json(self) -> str:
         """Rows as one JSON object, with the share of accepted branches if there is one."""
@@ -129,25 +135,21 @@ class Evaluated:
 
 
 def evaluate_reasoning(
-    source: Path,
+    loaded: TrainedReader,
     *,
     num_examples: int,
     file: Path | None = None,
     written: Path | None = None,
     branches: bool = False,
-    accept_threshold: float | None = None,
 ) -> Evaluated:
     """Scores a trained reader on the suite, or on tasks from a file; see `store_rows`.
 
     Args:
-        source, accept_threshold: see `load_reader`.
         num_examples: texts for each task of its training and each length.
         file: tasks to read in place of the suite; DataError if a row cannot be used.
         written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
     """
-    loaded = load_reader(source, accept_threshold=accept_threshold)
-    logger.info("%s: step %d", source, loaded.trained.step)
     lessons = loaded.lessons
     if file is not None:
         examples = read_examples(file, check=lambda each: check_room(lessons, each.question))
@@ -156,8 +158,7 @@ def evaluate_reasoning(
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
     if written is not None:
         write_examples(written, examples)
-    evaluated = score_examples(loaded.reader, lessons, examples, branches=branches)
-    return replace(evaluated, checkpoint=loaded.trained.checkpoint)
+    return score_examples(loaded.reader, lessons, examples, branches=branches)
 
 
 def check_room(lessons: Lessons, question: str) -> None:
@@ -241,6 +242,10 @@ def score_examples(
                 final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
             alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
             scores.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-        mean, mean_alone = torch.cat(scores).mean(0).tolist()
-        rows.append(Row(task, ratio, mean, mean_alone, len(cell)))
+        of_texts = torch.cat(scores)
+        mean, mean_alone = of_texts.mean(0).tolist()
+        low = high = None
+        if len(cell) > 1:
+            low, high = bootstrap_interval(of_texts[:, 0].tolist())
+        rows.append(Row(task, ratio, mean, mean_alone, len(cell), low, high))
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)

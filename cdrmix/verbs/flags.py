@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -152,6 +153,19 @@ def add_base_flag(parser: argparse.ArgumentParser) -> None:
         "it; compared by its digest"
     )
     parser.add_argument("--base", type=Path, metavar="DIR", help=folder)
+
+
+def add_branch_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of acting by branches, of a reasoning model."""
+    flag = parser.add_argument
+    flag(
+        "--branches",
+        action="store_true",
+        help="have the memory agent try its likeliest actions in one batch and take the first that "
+        "its value head accepts, instead of the likeliest",
+    )
+    least = "advantage from which a branch is accepted; default: accept_threshold of the run"
+    flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
 
 
 def _which(text: str) -> str:
