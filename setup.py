@@ -39,6 +39,7 @@ setup(
     },
     package_data={
         "cdrmix.corpus": ["templates/*"],
+        "cdrmix.evaluation.suites": ["tasks/*"],
         "cdrmix.models": ["*.cpp"],
         "cdrmix.monitoring": ["templates/*"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],

@@ -1,172 +1,30 @@
-"""lm-evaluation-harness on a trained model in this process, without an export.
+"""lm-evaluation-harness on a model in this process, in any layout, without an export.
 
 Results are those of its `hf` model on an exported folder. `lm_eval`, which takes seconds to import,
 is imported when a model is made for it and nowhere else.
 """
 
-# n requests of a batch, T their longest input (tokens), V vocabulary
-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from cdrmix.data.tokenizer import Tokenizer
-from cdrmix.errors import ConfigError, DataError
+from cdrmix.errors import ConfigError
+from cdrmix.evaluation.scoring import Prompt, Sampling, Scorer
 from cdrmix.evaluation.trained import TrainedModel
-from cdrmix.models.backbone import LanguageModel
 
 _DEFAULT_NEW_TOKENS = 256  # as of the harness
 # of a request for text; others change the choice of tokens and are refused where they would
-_KNOWN_ARGUMENTS = {"until", "do_sample", "temperature", "max_gen_toks"}
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """Scores and continues texts in batches; the size of a batch changes nothing but the time.
-
-    Attributes:
-        max_length: most tokens of an input; longer ones lose their beginning.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    max_length: int
-    batch_size: int
-
-    @torch.no_grad()
-    def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Scores continuations, tokens behind the tokens of a context, both of one or more.
-
-        Returns:
-            Of each, the sum of its tokens' log-probabilities (nats), and True if each token is the
-            most likely one.
-        Raises:
-            DataError: if a continuation is longer than an input may be.
-        """
-        longest = max((len(new) for _, new in pairs), default=0)
-        if longest > self.max_length:
-            raise DataError(
-                f"a task scores a text of {longest:,} tokens at once, and the model's sequences "
-                f"have {self.max_length:,}. Leave this task out"
-            )
-        inputs = [(context + new)[-self.max_length - 1 : -1] for context, new in pairs]
-        order = sorted(range(len(pairs)), key=lambda i: -len(inputs[i]))
-        scores: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        for batch in _batches(order, self.batch_size):
-            rows = [torch.tensor(inputs[i]) for i in batch]
-            # on the right: no token sees what comes after it
-            padded = torch.nn.utils.rnn.pad_sequence(
-                rows, batch_first=True, padding_value=self.tokenizer.pad_id
-            )
-            hidden = self.model(padded.to(self.model.device)).hidden  # [n, T, D]
-            for i, row in zip(batch, hidden, strict=True):
-                end, new = len(inputs[i]), pairs[i][1]
-                scores[i] = self._score(row[end - len(new) : end], new)
-        return scores
-
-    def _score(self, hidden: Tensor, new: list[int]) -> tuple[float, bool]:
-        """Scores one continuation from the hidden states before its tokens."""
-        logits = self.model.logits(hidden).float()  # [tokens, V]
-        targets = torch.tensor(new, device=logits.device)
-        taken = F.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1))
-        return float(taken.sum()), bool((logits.argmax(-1) == targets).all())
-
-    @torch.no_grad()
-    def continue_texts(
-        self,
-        prompts: Sequence[list[int]],
-        *,
-        until: Sequence[str],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> list[str]:
-        """Continues prompts of one or more tokens up to EOS or a text of `until`, left out itself.
-
-        Args:
-            temperature: 0 takes the most likely token; above, each prompt draws numbers of its own.
-        """
-        kept = max(1, self.max_length - max_new_tokens)
-        inputs = [prompt[-kept:] for prompt in prompts]
-        texts = [""] * len(prompts)
-        # of one length, as the recurrent state takes no padding on the left
-        for length in sorted(set(map(len, inputs)), reverse=True):
-            alike = [i for i, tokens in enumerate(inputs) if len(tokens) == length]
-            for batch in _batches(alike, self.batch_size):
-                rows = torch.tensor([inputs[i] for i in batch], device=self.model.device)
-                draws = [torch.Generator(rows.device).manual_seed(seed + i) for i in batch]
-                new = self._continue(rows, until, max_new_tokens, temperature, draws)
-                for i, tokens in zip(batch, new, strict=True):
-                    texts[i] = _before(self._text(tokens), until)
-        return texts
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without special ones and ids that have no token."""
-        known = range(self.tokenizer.vocab_size)
-        return self.tokenizer.decode(
-            t for t in tokens if t in known and t not in self.tokenizer.special_ids
-        )
-
-    def _continue(
-        self,
-        tokens: Tensor,
-        until: Sequence[str],
-        max_new_tokens: int,
-        temperature: float,
-        draws: list[torch.Generator],
-    ) -> list[list[int]]:
-        """Continues rows, [n, T]: the new tokens of each up to its end."""
-        new: list[list[int]] = [[] for _ in tokens]
-        going = set(range(len(tokens)))
-        state = None
-        for _ in range(max_new_tokens):
-            output = self.model(tokens, state=state, return_state=True)
-            state = output.state
-            logits = self.model.logits(output.hidden[:, -1]).float()  # [n, V]
-            if temperature == 0:
-                chosen = logits.argmax(-1)
-            else:
-                likely = torch.softmax(logits / temperature, dim=-1)
-                chosen = torch.cat(
-                    [
-                        torch.multinomial(row, 1, generator=draw)
-                        for row, draw in zip(likely, draws, strict=True)
-                    ]
-                )
-            for row in list(going):
-                token = int(chosen[row])
-                new[row].append(token)
-                text = self._text(new[row])
-                if token == self.tokenizer.eos_id or _before(text, until) != text:
-                    going.remove(row)
-            if not going:
-                break
-            tokens = chosen.unsqueeze(1)
-        return new
-
-
-def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(indices), size):
-        yield indices[first : first + size]
-
-
-def _before(text: str, until: Sequence[str]) -> str:
-    """Text up to the first place of any of `until`."""
-    starts = [text.find(stop) for stop in until if stop]
-    return text[: min((start for start in starts if start >= 0), default=None)]
+_KNOWN_ARGUMENTS = {"until", "do_sample", "temperature", "top_p", "max_gen_toks"}
 
 
 class _Requests:
     """Requests of the harness, answered by a scorer; the base of its models comes behind this."""
 
     scorer: Scorer
+    seed: int
 
     @property
     def eot_token_id(self) -> int:
@@ -213,6 +71,7 @@ class _Requests:
         """Continues each context by the arguments of its request."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
+        prompts = _prompts([request.args[0] for request in requests], self.tok_encode)
         texts = [""] * len(requests)
         by_arguments: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -223,26 +82,46 @@ class _Requests:
             if arguments["do_sample"] and others:
                 raise ConfigError(
                     f"a task asks for text with {', '.join(sorted(others))}: sampling here knows "
-                    "temperature alone. Evaluate an exported folder with lm-eval's model `hf`"
+                    "temperature and top_p. Evaluate an exported folder with lm-eval's model `hf`"
                 )
-            new = self.scorer.continue_texts(
-                [self.tok_encode(requests[i].args[0]) for i in alike],
-                until=arguments["until"],
+            sampling = Sampling(
                 max_new_tokens=arguments["max_gen_toks"],
+                until=tuple(arguments["until"]),
                 temperature=arguments["temperature"] if arguments["do_sample"] else 0.0,
+                top_p=arguments.get("top_p", 1.0),
+                seed=self.seed,
             )
-            for i, text in zip(alike, new, strict=True):
-                texts[i] = text
+            new = self.scorer.continue_prompts([prompts[i] for i in alike], sampling)
+            for i, continuation in zip(alike, new, strict=True):
+                texts[i] = continuation.text
         return texts
 
 
+def _prompts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[Prompt]:
+    """Prompts of texts, each with draws by the text and its number among equal ones."""
+    seen: Counter[str] = Counter()
+    prompts = []
+    for text in texts:
+        prompts.append(Prompt(encode(text), text, seen[text]))
+        seen[text] += 1
+    return prompts
+
+
 def harness_model(run: TrainedModel, *, batch_size: int = 8) -> Any:
-    """Makes the model that `lm_eval.simple_evaluate(model=...)` takes.
+    """Makes the model that `lm_eval.simple_evaluate(model=...)` takes; see `harness_of`."""
+    length = run.config.training.sequence_length
+    return harness_of(Scorer(run.model, run.tokenizer, length, batch_size))
+
+
+def harness_of(scorer: Scorer, *, seed: int = 0) -> Any:
+    """Makes the harness's model of a scorer; in a layout of several ranks, on all of them.
 
     A text begins with EOS, as documents in training do and as the exported tokenizer has it. The
     log-likelihood of a whole text (`loglikelihood_rolling`) is that of its tokens after the EOS,
     which is not predicted: the `hf` model does so with `add_bos_token=False`.
 
+    Args:
+        seed: of the texts that are drawn.
     Raises:
         ConfigError: if lm_eval is not installed.
     """
@@ -254,8 +133,9 @@ def harness_model(run: TrainedModel, *, batch_size: int = 8) -> Any:
         ) from error
 
     class HarnessModel(_Requests, TemplateLM):
-        """A trained model as the harness calls it."""
+        """A model as the harness calls it."""
 
     model = HarnessModel()
-    model.scorer = Scorer(run.model, run.tokenizer, run.config.training.sequence_length, batch_size)
+    model.scorer = scorer
+    model.seed = seed
     return model

@@ -69,7 +69,7 @@ def kind_of(path: Path) -> Kind:
         return "run"
     try:
         read_manifest(path)
-        why = "is a data set; `cdrmix data inspect` describes one"
+        why = "is a data set, not a run; `cdrmix data inspect` describes one"
     except DataError:
         why = "holds no checkpoint, and is no folder of an exported model"
     if (path / _ADAPTER_FILE).is_file():

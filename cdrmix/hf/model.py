@@ -93,6 +93,11 @@ class HuggingFaceModel(nn.Module):
         return self.causal.get_input_embeddings().weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.causal.get_input_embeddings().weight.dtype
+
+    @property
     def family(self) -> str:
         """Name of the architecture in config.json, its model_type."""
         return str(self.causal.config.model_type)

@@ -47,6 +47,8 @@ class LanguageModel(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
+    def dtype(self) -> torch.dtype: ...
+    @property
     def embedding(self) -> Scorer: ...
     @property
     def num_routers(self) -> int: ...
@@ -124,6 +126,11 @@ class Backbone(nn.Module):
     def device(self) -> torch.device:
         """Device that inputs must be on."""
         return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.embedding.weight.dtype
 
     @property
     def num_routers(self) -> int:

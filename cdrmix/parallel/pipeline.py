@@ -230,6 +230,7 @@ class StagedBackbone:
         self._weight = next(stage.parameters())
         self.config = stage.config
         self.device = self._weight.device
+        self.dtype = self._weight.dtype
         self.train = stage.train
         self.eval = stage.eval
         if stage.topology.is_first_stage or stage.topology.is_last_stage:

@@ -9,9 +9,10 @@ from typing import Any
 from cdrmix.config.load import resolve
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError
+from cdrmix.planning import rules
 from cdrmix.planning.cluster import Cluster, Memory
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import all_plans, shortfall
+from cdrmix.planning.profile import all_plans, combination_of, shortfall
 from cdrmix.planning.text_page import size_text
 
 # Keys of --set that say where and in which numbers a trained model is computed.
@@ -89,10 +90,10 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
     values["training"].pop("sequence_checkpoint_tokens")
     planned = resolve(values, place=config.name)
     plans = [_without_training(plan) for plan in all_plans(planned, cluster, profile)]
-    share = training.memory_share
     runnable = [plan for plan in plans if not plan.missing]
-    if not runnable:
-        raise PlanError(f"{config.name}: {', '.join(plans[0].missing)}: not available here")
+    if not runnable:  # names what this version lacks
+        rules.check(combination_of(plans[0], planned, cluster))
+    share = training.memory_share
     fitting = [plan for plan in runnable if plan.estimates()[0].fits(cluster, share=share)]
     if not fitting:
         smallest = min(runnable, key=lambda plan: plan.estimates()[0].of_device(cluster))
@@ -137,18 +138,19 @@ def _cuts(plan: Plan) -> tuple[int, ...]:
 
 
 def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) -> tuple[str, ...]:
-    given = sorted(config.parallel.model_fields_set)
-    why = "it cuts the model least of those that fit"
+    given = [f"parallel.{axis}" for axis in sorted(config.parallel.model_fields_set)]
+    why = "cuts the model least of those that fit"
     if given:
-        named = ", ".join(f"parallel.{axis}" for axis in given)
-        why = f"{named} as given; {why}" if len(given) < 5 else f"{named} as given"
-    partitioned = plan.zero_stage == 3
-    stored = "weights over the data ranks (ZeRO-3)" if partitioned else "weights whole on each"
-    if profile is not None:
-        stored = f"--profile {plan.name} as given: {stored}"
+        why = f"{', '.join(given)} as given; otherwise, what {why}"
+    stored = f"profile {plan.name}: "
+    if plan.zero_stage == 3:
+        stored += "weights are partitioned over the data ranks, and gathered for each pass"
+    else:
+        stored += "each data rank holds all weights of its part of the model"
     memory = size_text(plan.estimates()[0].of_device(cluster))
     return (
         f"layout of {cluster.world_size} ranks: {plan.degrees.describe()}: {why}",
-        f"{stored} of their group; {config.training.precision}, {plan.micro_batch_size} samples a "
-        f"pass; at most {memory} a device",
+        stored + ("" if profile is None else "; as given"),
+        f"memory: at most {memory} a device, of which {size_text(plan.estimates()[0].weights)} "
+        f"weights in {config.training.precision}; {plan.micro_batch_size} samples a pass",
     )

@@ -36,7 +36,7 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
     "data": ("perplexity", "infill", "routing"),
     "max_tokens": ("perplexity", "routing"),
     "examples": ("infill", "reasoning"),
-    "tasks": ("zero-shot", "code", "reasoning"),
+    "tasks": ("perplexity", "zero-shot", "code", "reasoning"),
     "write_tasks": ("reasoning",),
     "branches": ("reasoning",),
     "accept_threshold": ("reasoning",),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.cli import main
 from cdrmix.errors import StateError
-from cdrmix.evaluation.lm_harness import Scorer
+from cdrmix.evaluation.scoring import Scorer
 from cdrmix.evaluation.trained import evaluate_run, load_trained
 from cdrmix.models.backbone import logical_name
 from cdrmix.monitoring.sinks import read_metrics

@@ -131,7 +131,7 @@ def test_config_prints_what_a_run_would_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["evaluate", "/nowhere"], "/nowhere: holds no checkpoint. Give a run directory"),
+        (["evaluate", "/nowhere"], "/nowhere: there is no such folder. Give a run directory"),
         (["generate", ROOT / "docs"], "docs: holds no checkpoint. Give a run directory"),
         (["report", "/nowhere"], "/nowhere/metrics.jsonl: not found"),
         (
@@ -163,7 +163,10 @@ def test_what_a_user_got_wrong_is_one_line(words: list[str | Path], told: str) -
             ["generate", "RUN", "--memory", "--weights", "ema"],
             "--speculate go without --memory",
         ),
-        (["evaluate", "RUN", "--suite", "reasoning", "--weights", "ema"], "go with --suite text"),
+        (
+            ["evaluate", "RUN", "--suite", "reasoning", "--weights", "ema"],
+            "--weights goes with --suite perplexity",
+        ),
         (["evaluate", "RUN", "--max-tokens", "many"], "invalid number value: 'many'"),
         (["evaluate"], "required: RUN_DIR"),
     ],

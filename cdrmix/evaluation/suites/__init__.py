@@ -1,1 +1,1 @@
-"""Suites of evaluations, one file each."""
+"""Suites of evaluations, one file each; `cdrmix.evaluation.suite` lists them."""

@@ -26,11 +26,13 @@ def write_token_folder(
     *,
     vocab_size: int = 4096,
     max_tokens: int = 2**27,
+    tokenizer_file: bytes = b"{}",
 ) -> Path:
     """A folder with one document per sequence of ids, 3 bytes of text per token.
 
     Args:
         splits: documents by split, or by `split/domain` for another domain than code.
+        tokenizer_file: content of tokenizer.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
@@ -44,7 +46,7 @@ def write_token_folder(
             dtype=smallest_dtype(vocab_size),
             max_tokens=max_tokens,
         )
-    file = write_file(folder / "tokenizer.json", b"{}")
+    file = write_file(folder / "tokenizer.json", tokenizer_file)
     tokenizer = TokenizerInfo(file="tokenizer.json", sha256=file.sha256, num_tokens=300)
     manifest = new_manifest(
         shards, vocab_size=vocab_size, tokenizer=tokenizer, eos_id=0, source={"text": "counting"}

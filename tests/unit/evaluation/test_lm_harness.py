@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import dynamic_module_utils
 
-from cdrmix.errors import ConfigError, DataError
-from cdrmix.evaluation.lm_harness import Scorer, harness_model
+from cdrmix.errors import ConfigError
+from cdrmix.evaluation.lm_harness import harness_model
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.export.exported_run import export_run
 from tests.harness import ROOT
@@ -155,61 +155,13 @@ def test_results_are_those_of_the_exported_folder(
     assert here["metrics"] != pytest.approx(here["metrics"] | counted["metrics"], rel=1e-3)
 
 
-def scorer(run: TrainedModel, batch_size: int) -> Scorer:
-    return Scorer(run.model, run.tokenizer, run.config.training.sequence_length, batch_size)
-
-
-def test_the_size_of_a_batch_changes_nothing(made: tuple[TrainedModel, Path]) -> None:
-    run, _ = made
-    pairs = [([0, *range(20, 22 + 3 * i)], [40 + i] * (1 + i % 4)) for i in range(9)]
-    alone, together = (scorer(run, size).score(pairs) for size in (1, 9))
-    nats = [torch.tensor([nats for nats, _ in each]) for each in (alone, together)]
-    torch.testing.assert_close(nats[0], nats[1], rtol=0, atol=1e-5)
-    assert [greedy for _, greedy in alone] == [greedy for _, greedy in together]
-    prompts = [pairs[0][0], [0, 29], [0, 28], pairs[1][0], [0, 29]]
-    for temperature in (0.0, 1.0):
-        one, many = (
-            scorer(run, size).continue_texts(
-                prompts, until=["q"], max_new_tokens=5, temperature=temperature
-            )
-            for size in (1, 3)
-        )
-        assert one == many
-        assert (one[1] == one[4]) == (temperature == 0), "each draws its own numbers"
-        assert len(set(one)) > 3
-
-
-def test_a_score_is_the_sum_over_the_continuation(made: tuple[TrainedModel, Path]) -> None:
-    run, _ = made
-    context, new = [0, 30, 31], [32, 33]
-    with torch.no_grad():
-        logits = run.model.logits(run.model(torch.tensor([context + new])).hidden)[0]
-    expected = logits.log_softmax(-1)[[2, 3], [32, 33]].sum()
-    [(nats, greedy)] = scorer(run, 2).score([(context, new)])
-    assert nats == pytest.approx(float(expected), abs=1e-5)
-    assert not greedy
-    best = [int(logits[2].argmax())]
-    assert scorer(run, 2).score([(context, best)])[0][1]
-
-
-def test_a_text_ends_before_the_first_stop(made: tuple[TrainedModel, Path]) -> None:
-    run, _ = made
-    free = scorer(run, 1).continue_texts([[0, 30]], until=[], max_new_tokens=12)[0]
-    assert len(free) > 4
-    stop = free[2:4]
-    [cut] = scorer(run, 1).continue_texts([[0, 30]], until=["\0", stop], max_new_tokens=12)
-    assert cut == free[: free.find(stop)]
-
-
 def test_what_cannot_be_answered_is_refused(made: tuple[TrainedModel, Path]) -> None:
     run, _ = made
-    with pytest.raises(DataError, match="scores a text of 65 tokens at once"):
-        scorer(run, 1).score([([0], [20] * 65)])
     from lm_eval.api.instance import Instance
 
-    arguments = ("def", {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.9})
+    arguments = ("def", {"until": [], "do_sample": True, "temperature": 1.0, "top_k": 5})
     request = Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)
-    with pytest.raises(ConfigError, match="a task asks for text with top_p"):
+    with pytest.raises(ConfigError, match="a task asks for text with top_k"):
         harness_model(run).generate_until([request])
 
 
