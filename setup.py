@@ -39,6 +39,7 @@ setup(
     },
     package_data={
         "cdrmix.corpus": ["templates/*"],
+        "cdrmix.evaluation.code_tasks": ["tasks/*.yaml"],
         "cdrmix.evaluation.suites": ["tasks/*"],
         "cdrmix.models": ["*.cpp"],
         "cdrmix.monitoring": ["templates/*"],

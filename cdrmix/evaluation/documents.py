@@ -197,9 +197,7 @@ def _scored(
     rows = torch.eye(len(labels), dtype=torch.float64, device=model.device)
     sums = rows.unsqueeze(1).expand(-1, labels.shape[1], -1)
     weights = LabelWeights(sums=sums)
-    return next_token_losses(
-        model.embedding, output.hidden, labels.to(model.device), weights
-    ).nats
+    return next_token_losses(model.embedding, output.hidden, labels.to(model.device), weights).nats
 
 
 def _recurrent(states: Sequence[BlockState | RoutedState]) -> list[BlockState | RoutedState]:

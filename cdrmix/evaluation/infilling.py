@@ -191,4 +191,3 @@ def _is_written(
     tokens = (token for token in new[0].tolist() if token != eos_id)
     written = tokenizer.decode(tokens, continues=bool(example.prefix))
     return written.rstrip() == example.line.rstrip()
-

@@ -48,7 +48,9 @@ class Check:
         """Says for a person if the bound is kept."""
         sign = "<" if self.metric == "overflow" else ">"
         said = "within" if self.passed else "OUTSIDE OF"
-        return f"{self.task}: {self.metric} {self.score:.4f}, {said} the bound {sign} {self.bound:.4g}"
+        return (
+            f"{self.task}: {self.metric} {self.score:.4f}, {said} the bound {sign} {self.bound:.4g}"
+        )
 
 
 def check_of(task: str, metric: str, score: float, num_experts: int) -> Check:
