@@ -142,6 +142,21 @@ def store_result(run_dir: Path, result: SuiteResult) -> Path:
     return path
 
 
+def set_aside_results(run_dir: Path, *, after: int) -> None:
+    """Gives the results of steps behind `after` the ending `.cut`, when a run goes on from there:
+    the model of those steps may become another one.
+
+    Raises StateError if one cannot be renamed.
+    """
+    for path in (run_dir / RESULTS_FOLDER).glob("*.json"):
+        step = re.search(r"-(\d+)(-ema)?$", path.stem)
+        if step is not None and int(step[1]) > after:
+            try:
+                path.rename(path.with_suffix(".cut"))
+            except OSError as error:
+                raise StateError(f"{path}: cannot be renamed: {error.strerror}") from error
+
+
 def read_result(path: Path) -> SuiteResult:
     """Reads one result. Raises StateError if the file is missing or none."""
     try:
