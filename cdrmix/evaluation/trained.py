@@ -30,12 +30,6 @@ from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError, StateError
-from cdrmix.evaluation.infilling import (
-    NUM_EXAMPLES,
-    Infilling,
-    evaluate_infilling,
-    held_out_documents,
-)
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
@@ -209,32 +203,6 @@ def evaluate_run(
         batch_size=8,
         segment_documents=run.config.data.segment_documents,
         fim_ids=fim_ids(run.tokenizer) if run.config.objectives is not None else None,
-    )
-
-
-def evaluate_run_infilling(
-    source: Path,
-    *,
-    data: str | None = None,
-    num_examples: int = NUM_EXAMPLES,
-    base: Path | None = None,
-    weights: Weights = "trained",
-) -> list[Infilling]:
-    """Measures how a trained model infills lines of held-out documents.
-
-    Args:
-        num_examples: most lines (count).
-        data, base, weights: as in `evaluate_run`, and so are the errors.
-    """
-    run = load_trained(source, base=base, weights=weights)
-    folder = held_out_folder(run.config, run.checkpoint, run.tokenizer_digest, data)
-    logger.info("%s: step %d on %s", source, run.step, folder)
-    return evaluate_infilling(
-        run.model,
-        run.tokenizer,
-        held_out_documents(folder),
-        num_examples=num_examples,
-        window=run.config.training.sequence_length,
     )
 
 

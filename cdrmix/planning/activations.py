@@ -123,6 +123,14 @@ class SavedActivations:
             total += further
         return int(total)
 
+    def of_forward(self, layout: Layout, stage: int) -> int:
+        """Most bytes of one micro-batch in a forward pass without gradients: of the largest block,
+        no more than autograd would save of it, and what enters and leaves a block."""
+        whole = replace(layout, sequence_checkpoint_tokens=None)
+        _, unit = self._recomputed(whole, stage)
+        around = 3 * self._stream * self.tokens(layout)  # input, v_first and output
+        return int(unit) + around
+
     def _of_further_tokens(self, layout: Layout) -> tuple[float, float]:
         """Bytes of what predicts further tokens (`models/mtp.py`), with the gradients of what the
         head scores for them; and of one of its blocks while that is recomputed.

@@ -11,17 +11,15 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import Cluster, Memory
+from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, shortfall
 from cdrmix.planning.text_page import size_text
 
 # Keys of --set that say where and in which numbers a trained model is computed.
 _OF_LAYOUT = ("training.precision", "training.memory_share")
-# Buffers of a training step that a forward pass does not have.
-_OF_TRAINING = (
-    *("gradient_buckets", "newton_schulz", "checkpoint_copy", "gradients_of_a_micro_step"),
-    "offloaded_gradient",
-)
+# Buffers that a forward pass has, as a step of training does.
+_OF_FORWARD = ("workspace", "logits", "segment_mask", "all_to_all", "gathered_weights")
 
 
 def config_of_judged(
@@ -68,9 +66,8 @@ def config_of_judged(
 def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | None = None) -> Plan:
     """Chooses the layout of an evaluation that cuts the model least and fits.
 
-    Degrees that `config` sets are kept. In what the planner counts for training, gradients, masters
-    and moments are left out, and activations are those of a training step that recomputes blocks,
-    which no forward pass alone exceeds.
+    Degrees that `config` sets are kept. Counted are weights, and of a forward pass at most what a
+    training step keeps of its largest block; neither gradients nor an optimizer.
 
     Args:
         config: as of `config_of_judged`.
@@ -89,8 +86,15 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
     }
     values["training"].pop("sequence_checkpoint_tokens")
     planned = resolve(values, place=config.name)
-    plans = [_without_training(plan) for plan in all_plans(planned, cluster, profile)]
-    runnable = [plan for plan in plans if not plan.missing]
+    model = MemoryModel(planned, cluster.device)
+    plans = [_without_training(plan, model) for plan in all_plans(planned, cluster, profile)]
+    # An optimizer on the host says nothing here; weights there are a last resort.
+    runnable = [
+        plan
+        for plan in plans
+        if not plan.missing
+        and (profile is not None or plan.offloads_parameters or not plan.offloads_optimizer)
+    ]
     if not runnable:  # names what this version lacks
         rules.check(combination_of(plans[0], planned, cluster))
     share = training.memory_share
@@ -101,27 +105,33 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
         raise PlanError(
             f"{config.name}: no layout of {cluster.world_size} ranks fits: the smallest, "
             f"{smallest.describe()}, takes {takes} a device, "
-            f"{shortfall(smallest, planned, cluster)}. Start more ranks, or set "
-            "training.precision=bf16"
+            f"{shortfall(smallest, planned, cluster)}. Start more ranks, or "
+            "give --batch-size 1 or --set training.precision=bf16"
         )
     best = min(fitting, key=_cuts)
-    return replace(
-        best,
-        activation_checkpointing=False,
-        sequence_checkpoint_tokens=None,
-        reasons=_reasons(best, config, cluster, profile),
-        fits=True,
-    )
+    return replace(best, reasons=_reasons(best, config, cluster, profile), fits=True)
 
 
-def _without_training(plan: Plan) -> Plan:
-    """The same layout with the memory of a forward pass alone."""
+def _without_training(plan: Plan, model: MemoryModel) -> Plan:
+    """The same layout with the memory of a forward pass alone, on the fullest rank."""
+    stages = range(plan.degrees.pipeline)
+    activations = max(model.activations.of_forward(plan, stage) for stage in stages)
     memory = plan.estimates()[0]
-    buffers = {name: size for name, size in memory.buffers.items() if name not in _OF_TRAINING}
-    alone = Memory(memory.weights, 0, 0, memory.activations, buffers)
+    buffers = {name: size for name, size in memory.buffers.items() if name in _OF_FORWARD}
+    moving = activations + sum(buffers.values())
+    alone = Memory(memory.weights, 0, 0, activations, buffers | model.allowances(moving))
     if plan.offloads_parameters:  # most of what is on the host is the optimizer's
         alone = replace(alone, host=memory.host)
-    return replace(plan, memory=alone)
+    settings = {key: value for key, value in plan.deepspeed.items() if key != "zero_optimization"}
+    zero = plan.deepspeed.get("zero_optimization", {})
+    settings["zero_optimization"] = {k: v for k, v in zero.items() if k != "offload_optimizer"}
+    return replace(
+        plan,
+        memory=alone,
+        deepspeed=settings,
+        activation_checkpointing=False,
+        sequence_checkpoint_tokens=None,
+    )
 
 
 def _cuts(plan: Plan) -> tuple[int, ...]:

@@ -75,6 +75,13 @@ class FolderActivations:
             total = sum(blocks)
         return int(total) + self.outside(layout)
 
+    def of_forward(self, layout: Layout, stage: int) -> int:
+        """Most bytes of a micro-batch in a forward pass without gradients, as of
+        `SavedActivations.of_forward`."""
+        blocks = [self._of_block(layer, layout) for layer in range(len(self._blocks))]
+        around = 2 * self.element_bytes * self.model.hidden_size * self.tokens(layout)
+        return int(max(blocks)) + around
+
     def between_blocks(self, layout: Layout) -> int:
         """Bytes of a micro-batch that stay of blocks that are recomputed: their inputs, and the
         statistics of their routing."""

@@ -68,8 +68,9 @@ def reader_of(trained: TrainedModel, *, accept_threshold: float | None = None) -
         # By the content: a Stage A of a reasoning variant has the section, but no memory yet.
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
-                f"{trained.checkpoint}: step {trained.step} has no memory to read with. Memory is trained in "
-                "Stage B: train a reasoning variant (cdrmix-reason-*) with training.stage all or b"
+                f"{trained.checkpoint}: step {trained.step} has no memory to read with. Memory is "
+                "trained in Stage B: train a reasoning variant (cdrmix-reason-*) with "
+                "training.stage all or b"
             )
         if accept_threshold is not None:
             policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})

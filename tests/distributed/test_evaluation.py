@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from cdrmix import runtime
 from cdrmix.config.load import load_config
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
-from cdrmix.evaluation.perplexity import evaluate, held_out_rows
-from cdrmix.models.backbone import Backbone, logical_name
+from cdrmix.evaluation.documents import Reading, carried_nats, reset_nats
+from cdrmix.evaluation.held_out import held_out_documents
+from cdrmix.evaluation.perplexity import evaluate, evaluate_apart, held_out_rows
+from cdrmix.models.backbone import Backbone, LanguageModel, logical_name
 from cdrmix.models.initialize import normal_
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.parallel.topology import Topology
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
@@ -28,10 +32,15 @@ from tests.small_run import CONFIG, SMALL, arguments, start
 ROWS, LENGTH = 9, 64
 
 
+# Documents of one to four windows, more than two ranks have batches of two for.
+SIZES = (20, 200, 64, 130, 65, 7, 90)
+
+
 def evaluated(
     data: str, settings: tuple[str, ...] = (), profile: str | None = None
-) -> tuple[dict[str, Any], float]:
-    """What each rank finds, and the loss by its definition where there is one rank."""
+) -> tuple[dict[str, Any], float, list[list[float]]]:
+    """What each rank finds, the loss by its definition where there is one rank, and the nats of
+    documents, reset and carried."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.parallel.apply import build_model, for_inference
     from cdrmix.parallel.topology import make_topology
@@ -49,8 +58,30 @@ def evaluated(
     found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
     assert module.training, "evaluation leaves the mode as it was"
     plain = _plain_loss(engine.module, dataset) if runtime.world_size() == 1 else found.loss
+    apart = evaluate_apart(
+        module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology
+    )
+    documents = _nats_of_documents(module, dataset, topology)
+    documents.append(apart.nats.tolist())
+    assert apart.whole.tokens == found.tokens == apart.tokens.sum()
+    assert float(apart.read.sum()) == found.tokens
     runtime.destroy_distributed()
-    return found.as_json(), plain
+    return found.as_json(), plain, documents
+
+
+def _nats_of_documents(
+    model: LanguageModel, dataset: TokenDataset, topology: Topology
+) -> list[list[float]]:
+    longest = [
+        each.tokens for each in held_out_documents(dataset.folder) if len(each.tokens) >= max(SIZES)
+    ]
+    documents = [
+        np.concatenate([[dataset.manifest.eos_id], tokens[:size]])
+        for tokens, size in zip(cycle(longest), SIZES, strict=False)
+    ]
+    reading = Reading(documents, 0, LENGTH, 2, topology)
+    reset = reset_nats(model, reading, stride=LENGTH // 2)
+    return [reset.tolist(), carried_nats(model, reading).tolist()]
 
 
 @torch.no_grad()
@@ -86,6 +117,7 @@ def flat(evaluation: dict[str, Any], *, overflow: bool) -> np.ndarray:
 AXES = ("expert", "pipeline", "sequence", "tensor")
 EXPERT, PIPELINE, SEQUENCE, TENSOR = (f"parallel.{axis}=2" for axis in AXES)
 DENSE = "model.moe=null"
+ROUTED_IN_DEPTH = "model.mod={}"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +133,7 @@ DENSE = "model.moe=null"
         (4, (PIPELINE, EXPERT), None),
         (4, (PIPELINE, TENSOR), None),
         (2, (DENSE,), "gathered late"),
+        (2, (EXPERT, ROUTED_IN_DEPTH), None),
     ],
 )
 def test_evaluation_is_the_same_on_any_number_of_ranks(
@@ -115,12 +148,19 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(
         path = tmp_path / "late.json"
         path.write_text(json.dumps({"zero_optimization": zero}))
         profile = str(path)
-    dense = tuple(setting for setting in settings if setting == DENSE)
-    ((one, plain),) = run_ranks(evaluated, 1, str(small_corpus), dense)
+    of_model = tuple(setting for setting in settings if setting.startswith("model."))
+    ((one, plain, documents),) = run_ranks(evaluated, 1, str(small_corpus), of_model)
     assert one["loss"] == pytest.approx(plain, rel=1e-5)
     assert one["tokens"] == ROWS * LENGTH
     ranks = run_ranks(evaluated, world, str(small_corpus), settings, profile, timeout=60)
-    found = [evaluation for evaluation, _ in ranks]
+    found = [evaluation for evaluation, *_ in ranks]
+    for *_, nats in ranks:
+        for ours, theirs in zip(nats, documents, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    reset, carried, _ = documents
+    is_single = np.array(SIZES) <= LENGTH
+    np.testing.assert_allclose(np.array(reset)[is_single], np.array(carried)[is_single], rtol=1e-6)
+    assert (np.abs(np.array(reset) / carried - 1)[~is_single] > 1e-5).all()
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
     for result in (found[0], one):

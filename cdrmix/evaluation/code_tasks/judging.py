@@ -45,6 +45,11 @@ class JudgedSample:
     is_empty: bool
     is_truncated: bool
 
+    @property
+    def is_compiled(self) -> bool:
+        """True if there was a program, and it could be compiled."""
+        return not self.is_empty and self.verdict.kind != "not_compiled"
+
 
 # Samples of each task, by its name.
 Samples = Mapping[str, Sequence[Sample]]
@@ -157,12 +162,17 @@ def judge(
             JudgedSample(
                 verdicts.get((name, source), _EMPTY),
                 is_empty=not source,
-                is_truncated=sample.is_truncated and sample.text.endswith(answer),
+                is_truncated=sample.is_truncated and _reaches_end(answer, sample.text),
             )
             for sample, answer, source in zip(samples[name], answers[name], of_task, strict=True)
         ]
         for name, of_task in sources.items()
     }
+
+
+def _reaches_end(answer: str, text: str) -> bool:
+    """Tells if nothing behind an answer was cut away from the text of a model."""
+    return text.endswith(answer) if answer else not text
 
 
 def _distinct(
@@ -196,7 +206,7 @@ def rows_of(
     ]
     rows = _pass_rows(tasks.name, tasks.tasks, judged, temperatures, seed)
     shares = {
-        "compile_rate": [[s.verdict.kind != "not_compiled" for s in own] for own in every],
+        "compile_rate": [[s.is_compiled for s in own] for own in every],
         "empty": [[s.is_empty for s in own] for own in every],
         "truncated": [[s.is_truncated for s in own] for own in every],
     }

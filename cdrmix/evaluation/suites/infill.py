@@ -40,8 +40,8 @@ class Infill:
         manifest = read_manifest(judged.data)
         if judged.tokenizer_digest not in (None, manifest.tokenizer.sha256):
             raise DataError(
-                f"{judged.data}: its documents are in tokens of another tokenizer than the model's, "
-                "which infill cannot ask for. Give --data DIR, a data set of its tokenizer"
+                f"{judged.data}: its documents are in tokens of another tokenizer than the "
+                "model's. Give --data DIR, a data set of its tokenizer"
             )
         documents = runtime.together(partial(held_out_documents, judged.data))
         found = evaluate_infilling(

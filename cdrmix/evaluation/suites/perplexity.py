@@ -218,18 +218,25 @@ def _three_rows(
 ) -> list[Row]:
     """Nats per token, perplexity and bits per byte of examples with so many of each."""
     count = len(nats)
-    loss = math.fsum(nats) / float(tokens.sum())
-    bits = math.fsum(nats) / math.log(2) / float(num_bytes.sum())
-    low = high = fewest = most = None
-    if count > 1:
-        low, high = bootstrap_interval(nats / tokens, tokens, seed=seed)
-        fewest, most = bootstrap_interval(nats / math.log(2) / num_bytes, num_bytes, seed=seed)
-    exponentials = (None if each is None else _perplexity(each) for each in (low, high))
+    of_tokens = _mean(nats, tokens, seed)
+    of_bytes = _mean(nats / math.log(2), num_bytes, seed)
+    # Rises with the loss, and so do the ends of its interval.
+    exponentials = [None if each is None else _perplexity(each) for each in of_tokens[1:]]
     return [
-        Row(task, "nats_per_token", loss, low, high, count),
-        Row(task, "perplexity", _perplexity(loss), *exponentials, count),
-        Row(task, "bits_per_byte", bits, fewest, most, count),
+        Row(task, "nats_per_token", *of_tokens, count),
+        Row(task, "perplexity", _perplexity(of_tokens[0]), exponentials[0], exponentials[1], count),
+        Row(task, "bits_per_byte", *of_bytes, count),
     ]
+
+
+def _mean(
+    sums: NDArray[np.float64], sizes: NDArray[Any], seed: int
+) -> tuple[float, float | None, float | None]:
+    """Mean of sums over examples of such sizes, and its interval; None of a single example."""
+    mean = math.fsum(sums) / float(sizes.sum())
+    if len(sums) < 2:
+        return mean, None, None
+    return mean, *bootstrap_interval((sums / sizes).tolist(), sizes.tolist(), seed=seed)
 
 
 def _perplexity(loss: float) -> float:
@@ -294,10 +301,10 @@ def _document_rows(
 
     prefix = judged.tokenizer.prefix_ids[-1:]
     whole = [np.concatenate([prefix, tokens]) for tokens in documents.tokens]
-    reading = Reading(whole, judged.tokenizer.pad_id, window, judged.batch_size, judged.topology)
-    ways = {"documents": reset_nats(judged.model, reading, stride=stride)}
-    num_tokens = documents.num_tokens
-    longer = np.flatnonzero(num_tokens > window)
+    surroundings = (judged.tokenizer.pad_id, window, judged.batch_size, judged.topology)
+    read = reset_nats(judged.model, Reading(whole, *surroundings), stride=stride)
+    ways = {"documents": read}
+    longer = np.flatnonzero(documents.num_tokens > window)
     state = "carried and reset"
     if not carries_state(judged.model.config):
         state = "reset: the model has no recurrent state that can be carried"
@@ -305,18 +312,11 @@ def _document_rows(
         state = f"reset: no document has more tokens than a window of {window:,}"
     else:
         # Of a single window there is one result, whatever the way.
-        several = Reading(
-            [whole[i] for i in longer],
-            *(reading.pad_id, window, judged.batch_size, judged.topology),
-        )
-        for name, found in (
-            ("documents-carried", carried_nats(judged.model, several)),
-            (
-                "documents-reset",
-                reset_nats(judged.model, several, stride=window, overlap=False),
-            ),
-        ):
-            ways[name] = ways["documents"].copy()
+        several = Reading([whole[i] for i in longer], *surroundings)
+        carried = carried_nats(judged.model, several)
+        reset = reset_nats(judged.model, several, stride=window, overlap=False)
+        for name, found in (("documents-carried", carried), ("documents-reset", reset)):
+            ways[name] = read.copy()
             ways[name][longer] = found
     rows: list[Row] = []
     for name, nats in ways.items():
@@ -326,12 +326,13 @@ def _document_rows(
 
 def _by_domain(task: str, nats: NDArray[np.float64], documents: _Documents, seed: int) -> list[Row]:
     """Rows of all documents and, where there are several domains, of each."""
-    sizes = (documents.num_tokens, documents.num_bytes)
-    rows = _three_rows(task, nats, *sizes, seed)
+    tokens, num_bytes = documents.num_tokens, documents.num_bytes
+    rows = _three_rows(task, nats, tokens, num_bytes, seed)
     names: Sequence[str] = sorted(set(documents.domains))
     for domain in names if len(names) > 1 else ():
         here = np.flatnonzero(np.array(documents.domains) == domain)
-        rows += _three_rows(f"{task}:{domain}", nats[here], *(each[here] for each in sizes), seed)
+        name = f"{task}:{domain}"
+        rows += _three_rows(name, nats[here], tokens[here], num_bytes[here], seed)
     return rows
 
 

@@ -61,7 +61,8 @@ MBPP_PLUS = {
     "source_file": "Benchmark Questions Verification V2.ipynb",
     "test_imports": [],
     "test_list": ["assert larger(1, 2) == 2"],
-    "test": "import numpy as np\n\ndef assertion(out, exp, atol):\n    assert np.allclose(out, exp)\n"
+    "test": "import numpy as np\n\ndef assertion(out, exp, atol):\n"
+    "    assert np.allclose(out, exp)\n"
     "\nfor inp, exp in zip([[1, 2], [5, 3]], [2, 5]):\n    assertion(larger(*inp), exp, 0)\n",
 }
 HUMAN_EVAL_PLUS = {

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdrmix.config.load import load_config
 from cdrmix.config.model import ModelConfig
 from cdrmix.data.document import Document, FimConfig, rearranged
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
-from cdrmix.evaluation.infilling import (
-    Infilling,
-    evaluate_infilling,
-    held_out_documents,
-    infilling_table,
-    line_examples,
-)
+from cdrmix.evaluation.infilling import evaluate_infilling, line_examples
+from cdrmix.evaluation.suite import Judged, Request
+from cdrmix.evaluation.suites.infill import Infill
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import IGNORED_LABEL
+from cdrmix.parallel.topology import ALONE
+from tests.small_run import CONFIG
 from tests.unit.data.token_folder import write_token_folder
 
 NAMES = tuple("abcdefgh")
@@ -93,6 +92,7 @@ def test_a_model_that_reads_the_suffix_does_worse_with_that_of_another(
         assert row.exact > 0.8, row
         assert row.low <= row.exact <= row.high
         assert row.other_suffix < row.exact - 0.3, row
+        assert row.other_low <= row.other_suffix <= row.other_high < row.low
     untrained = Backbone(trained.config)
     untrained.initialize(seed=0)
     rows = evaluate_infilling(untrained, tokenizer, held_out(tokenizer, 4), window=32)
@@ -126,22 +126,31 @@ def test_what_cannot_be_evaluated_is_told(trained: Backbone, tokenizer: Tokenize
         tokenizer.roles = roles
 
 
-def test_held_out_documents_are_read_from_every_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_suite_has_rows_of_each_order_with_a_control(
+    trained: Backbone, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    splits = {"train": [[9, 0]], "validation": [[1, 2, 0], [3, 0]], "validation/prose": [[4, 5, 0]]}
-    folder = write_token_folder(tmp_path / "some", splits)
-    assert [list(ids) for ids in held_out_documents(folder)] == [[1, 2], [3], [4, 5]]
-    # Of a large split, whole documents at the beginning of each shard.
-    monkeypatch.setattr("cdrmix.evaluation.infilling._MOST_TOKENS", 8)
-    assert [list(ids) for ids in held_out_documents(folder)] == [[1, 2], [4, 5]]
-    none = write_token_folder(tmp_path / "none", {"train": [[9, 0]]})
-    with pytest.raises(DataError, match="holds no held-out documents"):
-        held_out_documents(none)
-
-
-def test_the_table_has_a_row_for_each_order() -> None:
-    rows = [Infilling(order, 100, 0.5, 0.4, 0.6, 0.1) for order in ("psm", "spm")]
-    text = infilling_table(rows, as_json=False)
-    assert text.splitlines()[1].split() == ["PSM", "100", "0.500", "0.400", "to", "0.600", "0.100"]
-    assert json.loads(infilling_table(rows, as_json=True))["infill"][1]["order"] == "spm"
+    documents = [[*ids, tokenizer.eos_id] for ids in held_out(tokenizer)]
+    folder = write_token_folder(tmp_path, {"validation": documents}, vocab_size=266)
+    judged = Judged(
+        model=trained,
+        tokenizer=tokenizer,
+        config=load_config(CONFIG),
+        topology=ALONE,
+        max_length=32,
+        batch_size=1,
+        source="a run",
+        step=1,
+        weights="trained",
+        data=folder,
+    )
+    result = Infill().measure(judged, Request(limit=12))
+    tasks = ["psm", "psm-other-suffix", "spm", "spm-other-suffix"]
+    assert [(row.task, row.metric, row.n) for row in result.rows] == [
+        (task, "exact", 12) for task in tasks
+    ]
+    psm, control, *_ = result.rows
+    assert psm.low is not None and control.high is not None
+    assert control.high < psm.low <= psm.score
+    shown = json.loads(json.dumps(result.as_json()))["infill"]
+    assert [row["order"] for row in shown] == ["psm", "spm"]
+    assert (shown[0]["exact"], shown[0]["other_suffix"]) == (psm.score, control.score)

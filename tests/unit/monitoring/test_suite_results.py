@@ -1,8 +1,11 @@
-"""Rows of suites: direction of their metrics."""
+"""Results of suites: direction of their metrics, and their part of a report."""
+
+import shutil
 
 import pytest
 
-from cdrmix.monitoring.suite_results import lower_is_better
+from cdrmix.monitoring.suite_results import Row, SuiteResult, lower_is_better, store_result
+from tests.unit.monitoring.test_report import kinds_of_tables, make_run, report_of
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,26 @@ def test_losses_and_failures_are_better_lower(metric: str) -> None:
 )
 def test_shares_of_what_is_right_are_better_higher(metric: str) -> None:
     assert not lower_is_better(metric)
+
+
+def result(step: int, score: float, *, weights: str = "trained") -> SuiteResult:
+    rows = [Row("arc", "acc", score, score - 0.1, score + 0.1, 500)]
+    return SuiteResult("zero-shot", rows, "run", step, weights)
+
+
+def test_the_report_shows_the_newest_results_and_their_course(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=8)
+    before = report_of(run)[0]
+    assert "Suites of evaluations" not in before
+    for each in (result(4, 0.25), result(8, 0.375), result(8, 0.5, weights="ema")):
+        store_result(run, each)
+    source, page = report_of(run)
+    assert "zero-shot , after step 8" in page.text and "0.2750 to 0.4750 500" in page.text
+    assert "zero-shot, average of the weights , after step 8" in page.text
+    assert source.count("<svg") == before.count("<svg") + 1, "one row of several steps"
+    assert len(page.ids) == len(set(page.ids))
+    assert kinds_of_tables(source) == {"wide", "pairs", "heat", "counts"}
+    (run / "evaluations" / "code-8.json").write_text("{")
+    assert "code-8.json: is no result of a suite" in report_of(run)[1].text
+    shutil.rmtree(run / "evaluations")
+    assert report_of(run)[0] == before

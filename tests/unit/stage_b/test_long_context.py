@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from cdrmix.cli import main
-from cdrmix.errors import DataError, StateError
+from cdrmix.errors import ConfigError, DataError
+from cdrmix.evaluation.suite import Judged, Request, suite_of
 from cdrmix.evaluation.trained import TrainedModel
+from cdrmix.parallel.topology import ALONE
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
@@ -125,61 +127,71 @@ def test_an_unknown_task_is_no_misfit(reader: MemoryReader) -> None:
         score_tasks(reader, lessons, ["logik"], length_ratios=(4,), num_examples=1)
 
 
-def test_rows_are_printed_also_where_they_cannot_be_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [Row("logic", 4, 0.5, 0.25, 8)]
-    evaluated = Evaluated(rows, checkpoint=tmp_path / "checkpoints" / "1")
-    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: evaluated)
-    (tmp_path / "reasoning.json").mkdir()  # which no file can replace
-    arguments = ["evaluate", "--suite", "reasoning", str(tmp_path)]
-    assert main([*arguments, "--json"]) == StateError.exit_code
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"rows": [dataclasses.asdict(rows[0])]}
-    assert "reasoning.json: cannot be written" in shown.err
-    (tmp_path / "reasoning.json").rmdir()
-    assert main(arguments) == 0
-    assert (tmp_path / "reasoning.json").read_text() == Evaluated(rows).as_json() + "\n"
-
-
-def evaluated(run_dir: Path, *flags: str) -> int:
-    return main(["evaluate", "--suite", "reasoning", str(run_dir), *flags])
-
-
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Of a run whose reader knows one answer, and whose suite is short."""
     reader = loaded()
     lessons = dataclasses.replace(
         small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
     )
-    trained = dataclasses.replace(reader.trained, checkpoint=tmp_path / "checkpoints" / "1")
-    known = dataclasses.replace(reader, trained=trained, lessons=lessons)
-    monkeypatch.setattr(long_context, "load_reader", lambda source, **_: known)
+
+    def known(trained: TrainedModel, **_: Any) -> TrainedReader:
+        return dataclasses.replace(reader, trained=trained, lessons=lessons)
+
+    monkeypatch.setattr(long_context, "reader_of", known)
     monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4, 6))
-    return tmp_path
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    return Judged(
+        model=reader.trained.model,
+        tokenizer=tokenizer(),
+        config=reader.trained.config,
+        topology=ALONE,
+        max_length=64,
+        batch_size=1,
+        source=str(tmp_path),
+        step=1,
+        weights="trained",
+        data=None,
+    )
 
 
-def test_tasks_of_a_file_are_scored_as_those_of_the_suite(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(run_dir / "tasks.jsonl")
-    assert evaluated(run_dir, "--examples", "5", "--write-tasks", file, "--json") == 0
-    shown = capsys.readouterr().out
-    stored = run_dir / "reasoning.json"
-    assert stored.read_text() == shown
+def evaluated(judged: Judged, **wishes: Any) -> dict[str, Any]:
+    """What the suite prints for wishes of a request."""
+    suite, request = suite_of("reasoning"), Request(**wishes)
+    suite.check(request)
+    shown: dict[str, Any] = json.loads(json.dumps(suite.measure(judged, request).as_json()))
+    return shown
+
+
+def test_tasks_of_a_file_are_scored_as_those_of_the_suite(judged: Judged) -> None:
+    file = Path(judged.source) / "tasks.jsonl"
+    shown = evaluated(judged, limit=5, options={"write_tasks": file})
+    stored = Path(judged.source) / "reasoning.json"
+    columns = ("task", "length_ratio", "score", "backbone_score", "n", "low", "high")
+    rows = [{name: row[name] for name in columns} for row in shown["rows"]]
+    assert json.loads(stored.read_text()) == {"rows": rows}
     stored.unlink()
-    assert evaluated(run_dir, "--tasks", file, "--json") == 0
-    assert capsys.readouterr().out == shown
+    again = evaluated(judged, tasks=file)
+    assert again["rows"] == shown["rows"]
     assert not stored.exists(), "the run's own table is not replaced"
-    rows = json.loads(shown)["rows"]
-    assert [(row["length_ratio"], row["n"]) for row in rows] == [(4, 5), (6, 5)]
-    assert {0 < row["score"] < 1 for row in rows} == {True}
+    assert [(row["metric"], row["n"]) for row in shown["rows"]] == [
+        ("score@4x", 5),
+        ("score@6x", 5),
+    ]
+    for row in rows:
+        assert 0 <= row["low"] < row["score"] < row["high"] <= 1
+    assert any(line.startswith("score, backbone alone") for line in shown["notes"])
 
 
-def test_rows_of_a_file_are_grouped_by_task_and_length(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_rows_are_told_also_where_they_cannot_be_stored(
+    judged: Judged, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (Path(judged.source) / "reasoning.json").mkdir()  # which no file can replace
+    assert len(evaluated(judged, limit=1)["rows"]) == 2
+    assert "reasoning.json: cannot be written" in caplog.text
+
+
+def test_rows_of_a_file_are_grouped_by_task_and_length(judged: Judged) -> None:
     row = {"text": "Is it so?", "question": "Is it?", "match": "all"}
     rows = [
         {"task": task, "length_ratio": ratio, "answers": [answer], **row}
@@ -190,37 +202,35 @@ def test_rows_of_a_file_are_grouped_by_task_and_length(
             ("mine", 1, "no"),
         )
     ]
-    (run_dir / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert evaluated(run_dir, "--tasks", str(run_dir / "tasks.jsonl"), "--json") == 0
-    assert [tuple(row.values()) for row in json.loads(capsys.readouterr().out)["rows"]] == [
+    file = Path(judged.source) / "tasks.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    columns = ("task", "length_ratio", "score", "backbone_score", "n")
+    found = [tuple(row[name] for name in columns) for row in evaluated(judged, tasks=file)["rows"]]
+    assert found == [
         ("mine", 1, 0.5, 0.5, 2),
         ("other", 1, 0.0, 0.0, 1),
         ("mine", 3, 0.0, 0.0, 1),
     ]
 
 
-def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = run_dir / "tasks.jsonl"
+def test_a_broken_row_of_a_file_ends_with_a_message(judged: Judged) -> None:
+    file = Path(judged.source) / "tasks.jsonl"
     good = {"task": "a", "length_ratio": 1, "text": "b", "answers": ["c"], "match": "any"}
     rows = [good | {"question": "d?"}, good | {"question": "What is it? " * 20}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    assert evaluated(run_dir, "--tasks", str(file)) == DataError.exit_code
-    *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {file}:2: question takes ")
-    assert "more than a window of 64 tokens has room for" in line
+    with pytest.raises(DataError, match="more than a window of 64 tokens has room for") as caught:
+        evaluated(judged, tasks=file)
+    assert str(caught.value).startswith(f"{file}:2: question takes ")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
-        (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
-        (["--examples", "3"], "--examples with --suite reasoning and --suite infill"),
+        (["--suite", "reasoning", "--tasks", "a", "--examples", "3"], "--tasks reads every row"),
+        (["--write-tasks", "a"], "--write-tasks goes with --suite reasoning"),
         (
             ["--suite", "reasoning", "--max-tokens", "9"],
-            "--max-tokens and --data go with --suite text",
+            "--max-tokens goes with --suite perplexity",
         ),
     ],
 )
@@ -230,6 +240,28 @@ def test_flags_that_would_do_nothing_are_refused(
     with pytest.raises(SystemExit):
         main(["evaluate", "run", *flags])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"options": {"accept_threshold": 0.5}}, "accept_threshold goes with branches"),
+        ({"tasks": Path("/nowhere")}, "--tasks /nowhere is no file"),
+        ({"tasks": Path(__file__), "limit": 3}, "--tasks reads every row of its file"),
+    ],
+)
+def test_wishes_that_do_not_go_together_are_refused(wishes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        suite_of("reasoning").check(Request(**wishes))
+
+
+def test_reasoning_is_of_trained_weights_in_one_process(judged: Judged) -> None:
+    degrees = dataclasses.replace(ALONE.degrees, data=2)
+    spread = dataclasses.replace(ALONE, degrees=degrees)
+    with pytest.raises(ConfigError, match="is measured in one process"):
+        evaluated(dataclasses.replace(judged, topology=spread))
+    with pytest.raises(ConfigError, match="without --weights"):
+        evaluated(dataclasses.replace(judged, weights="ema"))
 
 
 def test_branches_that_are_all_accepted_score_as_the_agent_alone() -> None:
@@ -248,7 +280,7 @@ def test_branches_that_are_all_accepted_score_as_the_agent_alone() -> None:
 
 
 def test_acting_by_branches_does_not_ask_the_checker_and_leaves_the_runs_table(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    judged: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graded: list[int] = []
 
@@ -256,13 +288,12 @@ def test_acting_by_branches_does_not_ask_the_checker_and_leaves_the_runs_table(
         return lambda row, tokens: graded.append(row) or 0.5
 
     monkeypatch.setattr(long_context, "grade_by", grade_by)
-    assert evaluated(run_dir, "--examples", "2", "--branches", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = evaluated(judged, limit=2, options={"branches": True})
     assert 0 <= found["accepted_branches"] <= 1
     assert [row["score"] for row in found["rows"]] == [0.5, 0.5]
     # each text of each length: the reader's answer, and the backbone's alone
     assert len(graded) == 2 * 2 * 2
-    assert not (run_dir / "reasoning.json").exists()
+    assert not (Path(judged.source) / "reasoning.json").exists()
 
 
 def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
@@ -285,6 +316,8 @@ def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
         "score": 0.5,
         "backbone_score": 0.25,
         "n": 8,
+        "low": None,
+        "high": None,
     }
 
 
@@ -354,7 +387,7 @@ def test_flags_of_memory_are_refused_without_it(capsys: pytest.CaptureFixture[st
     ("words", "message"),
     [
         (["generate", "run", "--branches"], "go with --memory"),
-        (["evaluate", "run", "--branches"], "go with --suite reasoning"),
+        (["evaluate", "run", "--branches"], "--branches goes with --suite reasoning"),
         (
             ["evaluate", "run", "--suite", "reasoning", "--accept-threshold", "-0.1"],
             "--accept-threshold goes with --branches",
