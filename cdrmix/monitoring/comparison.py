@@ -375,13 +375,18 @@ def _conditions(
 
 
 def _of_task(value: Any, task: str, tasks: set[str]) -> Any:
-    """Part of a setting by task that is of one task, or of those that its name begins; another
-    setting as it is."""
+    """Part of a setting by task that is of one task; another setting as it is.
+
+    Of `mmlu` these are all that begin so, of `humaneval grade 1` that of the whole set.
+    """
     if not isinstance(value, Mapping) or tasks.isdisjoint(value):
         return value
     if task in value:
         return value[task]
-    return {name: part for name, part in value.items() if name.startswith(f"{task}_")}
+    wholes = (f"{name}{mark}" for name in value for mark in (" ", ":"))
+    names = [whole[:-1] for whole in wholes if task.startswith(whole)]
+    names += [name for name in value if name.startswith(f"{task}_")]
+    return {name: value[name] for name in names}
 
 
 def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[str]:

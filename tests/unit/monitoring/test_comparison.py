@@ -126,13 +126,16 @@ def test_a_path_counts_where_no_digest_does(tmp_path):
     assert compared.reasons == ["data /a in a, /b in b"]
 
 
-def test_a_group_of_tasks_depends_on_its_tasks(tmp_path):
+def test_a_group_depends_on_its_tasks_and_a_part_on_its_set(tmp_path):
     for name, digest in (("a", "x"), ("b", "y")):
-        rows = [Row(task, "acc", 0.5, None, None, 9) for task in ("mmlu", "mmlu_law", "arc")]
-        tasks = {"mmlu_law": digest, "arc": "z"}
+        names = ("mmlu", "mmlu_law", "arc", "set", "set grade 1")
+        rows = [Row(task, "acc", 0.5, None, None, 9) for task in names]
+        tasks = {"mmlu_law": digest, "arc": "z", "set": digest}
         run_of(tmp_path / name, SuiteResult("zero-shot", rows, step=1, settings={"tasks": tasks}))
     compared = compare([tmp_path / "a", tmp_path / "b"])
-    assert [row.task for row in compared.rows if row.why_not] == ["mmlu", "mmlu_law"]
+    assert [row.task for row in compared.rows if row.why_not] == [
+        *("mmlu", "mmlu_law", "set", "set grade 1"),
+    ]
 
 
 def test_the_newest_step_counts_and_the_average_is_a_model_of_its_own(tmp_path):
