@@ -122,6 +122,7 @@ def conditions(judged: Judged, request: Request, *, layout: str, precision: str)
         "precision": precision,
         "batch_size": judged.batch_size,
         "max_length": judged.max_length,
+        "tokenizer": judged.tokenizer_digest,
         "seed": request.seed,
         "limit": request.limit,
         "data": None if judged.data is None else str(judged.data),

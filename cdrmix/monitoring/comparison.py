@@ -29,13 +29,17 @@ from cdrmix.monitoring.suite_results import (
 Better = Literal["lower", "higher"]
 # Settings that change the time of an evaluation, or its last digits, and not what is asked.
 _HARMLESS = frozenset(
-    ("versions", "packages", "batch_size", "layout", "ranks", "devices_used", "dtype", "workers")
-    + ("seconds", "split", "sources", "max_length")
+    ("versions", "packages", "lm_eval", "batch_size", "layout", "precision", "dtype", "sandbox")
+    + ("max_length",)
 )
-# With another tokenizer a token is another piece of text: that concerns what is measured by token.
+# Paths of what others name by digests.
+_PATHS = {"data": ("data_digest",), "tasks": ("digests", "task_digests")}
+# Another tokenizer has other tokens, which begin and cut documents elsewhere: that is a part of the
+# model. What is measured by token is then measured over other pieces of text.
 _TOKENIZER = "tokenizer"
-_OF_A_TOKEN = ("per_token", "loss", "nats", "perplexity")
-_OF_A_WORD = ("word", "byte")
+_BY_TOKENIZER = ("prefix", "tokens", "longer_documents", "state", "packed")
+_OF_A_TOKEN = ("nats_per_token", "perplexity", "loss")
+_SUITES_BY_TOKEN = ("perplexity", RUN_FIGURES)
 _WITHOUT_BEST = ("tokens_seen", "parameters", "utilisation", "experts")
 _DIGEST = 12  # characters of a digest that a person compares
 _HEX = frozenset("0123456789abcdef")
@@ -338,45 +342,57 @@ def _labelled(models: Sequence[Model]) -> list[Model]:
 
 def _compared(models: Sequence[Model], suite: str, task: str, metric: str) -> ComparedRow:
     cells = tuple(model.row(suite, task, metric) for model in models)
-    settings = {
-        model.label: _settings_of(model.results[suite], task, metric)
+    results = {
+        model.label: model.results[suite]
         for model, cell in zip(models, cells, strict=True)
         if cell is not None
     }
     better: Better | None = "lower" if lower_is_better(metric) else "higher"
     if any(name in metric for name in _WITHOUT_BEST):
         better = None
-    why_not = "; ".join(_differences(settings)) if better else ""
+    why_not = "; ".join(_differences(_conditions(results, task, metric))) if better else ""
     return ComparedRow(suite, task, metric, cells, better, why_not)
 
 
-def _settings_of(result: SuiteResult, task: str, metric: str) -> dict[str, str]:
-    """Settings that the scores of a task depend on, as text.
+def _conditions(
+    results: Mapping[str, SuiteResult], task: str, metric: str
+) -> dict[str, dict[str, str]]:
+    """Settings by label that the scores of a task depend on, as text."""
+    tokenizers = {result.settings.get(_TOKENIZER) for result in results.values()}
+    found: dict[str, dict[str, str]] = {}
+    for label, result in results.items():
+        own = {name: value for name, value in result.settings.items() if name not in _HARMLESS}
+        for path, digests in _PATHS.items():
+            if isinstance(own.get(path), str) and any(name in own for name in digests):
+                del own[path]
+        if len(tokenizers) > 1:
+            own = {name: value for name, value in own.items() if not name.startswith(_BY_TOKENIZER)}
+        if result.suite not in _SUITES_BY_TOKEN or metric not in _OF_A_TOKEN:
+            own.pop(_TOKENIZER, None)
+        tasks = {row.task for row in result.rows}
+        found[label] = {name: _as_text(_of_task(value, task, tasks)) for name, value in own.items()}
+    return found
 
-    Of a setting by task, such as the digests of the tasks, that of this task alone.
+
+def _of_task(value: Any, task: str, tasks: set[str]) -> Any:
+    """Part of a setting by task that is of one task; another setting as it is.
+
+    Of `mmlu` these are all that begin so, of `humaneval grade 1` that of the whole set.
     """
-    tasks = {row.task for row in result.rows}
-    own = {}
-    for name, value in result.settings.items():
-        if name in _HARMLESS or (name == _TOKENIZER and not _is_of_a_token(metric)):
-            continue
-        if isinstance(value, Mapping) and tasks & value.keys():
-            if task in value:
-                own[name] = _as_text(value[task])
-        else:
-            own[name] = _as_text(value)
-    return own
-
-
-def _is_of_a_token(metric: str) -> bool:
-    return any(part in metric for part in _OF_A_TOKEN) and not metric.startswith(_OF_A_WORD)
+    if not isinstance(value, Mapping) or tasks.isdisjoint(value):
+        return value
+    if task in value:
+        return value[task]
+    wholes = (f"{name}{mark}" for name in value for mark in (" ", ":"))
+    names = [whole[:-1] for whole in wholes if task.startswith(whole)]
+    names += [name for name in value if name.startswith(f"{task}_")]
+    return {name: value[name] for name in names}
 
 
 def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Settings that are not the same for all models, each with its values by model."""
-    names = dict.fromkeys(chain.from_iterable(settings.values()))
     found = []
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(settings.values())):
         values = {label: own.get(name, "not named") for label, own in settings.items()}
         if len({*values.values()}) > 1:
             by_value = sorted(values.items(), key=lambda item: item[1])

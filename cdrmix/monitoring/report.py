@@ -43,7 +43,7 @@ _FROM_ZERO = (0, None)  # ends of an axis
 # Parts of metrics.json that have sections of their own.
 _SHOWN_ELSEWHERE = (
     *("evaluation", "ema_evaluation", "baselines", "samples"),
-    *("goodput", "start_up", "cpt"),
+    *("goodput", "start_up", "cpt", "suites"),
 )
 
 

@@ -32,8 +32,9 @@ def suites_report(run: RecordedRun) -> dict[str, Any] | None:
     """Describes the results of suites; None for a run without any.
 
     `suites` have a title, the step of the newest result, its `rows` (task, metric, score, interval,
-    examples) and `figures` of scores over steps where there are several; `problems` are messages on
-    files that cannot be read.
+    examples) and `figures` of scores over steps where there are several. `problems` are messages on
+    files that cannot be read, and on suites that failed during the run; `share` is the part of its
+    time that suites took between steps, None where there were none.
     """
     results: list[SuiteResult] = []
     problems: list[str] = []
@@ -42,6 +43,11 @@ def suites_report(run: RecordedRun) -> dict[str, Any] | None:
             results.append(read_result(path))
         except StateError as error:
             problems.append(str(error))
+    in_run = run.summary.get("suites") or {}
+    for name, times in (in_run.get("failures") or {}).items():
+        last = (in_run.get("results") or {}).get(name) or {}
+        why = f", the last time with: {last['failed']}" if "failed" in last else ""
+        problems.append(f"Suite {name} failed during the run, {times:,} times{why}")
     if not results and not problems:
         return None
     suites = []
@@ -59,7 +65,7 @@ def suites_report(run: RecordedRun) -> dict[str, Any] | None:
                 "num_hidden": max(len(newest.rows) - _MAX_FIGURES, 0),
             }
         )
-    return {"suites": suites, "problems": problems}
+    return {"suites": suites, "problems": problems, "share": in_run.get("share_of_time")}
 
 
 def _courses(key: str, rows: Sequence[Row], results: Sequence[SuiteResult]) -> list[Figure]:

@@ -104,10 +104,38 @@ def test_other_settings_are_not_comparable_and_the_reason_is_told(tmp_path, chan
 
 
 def test_another_tokenizer_concerns_what_is_measured_by_token_alone(tmp_path):
-    runs = [run_of(tmp_path / "a", result()), run_of(tmp_path / "b", result(tokenizer="e" * 64))]
-    rows = rows_of(*runs)
-    assert "tokenizer cccccccccccc in a, eeeeeeeeeeee in b" in rows["lambada", "perplexity"].why_not
-    assert not rows["lambada", "bits_per_byte"].why_not and not rows["arc", "acc"].why_not
+    other = {"tokenizer": "e" * 64, "prefix_token": "<s>"}
+    for suite in ("perplexity", "zero-shot"):
+        run_of(tmp_path / "a", result(suite=suite))
+        run_of(tmp_path / "b", result(suite=suite, **other))
+    rows = {
+        (row.suite, row.metric): row.why_not
+        for row in compare([tmp_path / "a", tmp_path / "b"]).rows
+    }
+    why_not = rows.pop(("perplexity", "perplexity"))
+    assert why_not == "tokenizer cccccccccccc in a, eeeeeeeeeeee in b"
+    assert len(rows) == 5 and not any(rows.values())
+
+
+def test_a_path_counts_where_no_digest_does(tmp_path):
+    for name in "ab":
+        named = result(data=f"/{name}", data_digest="d", suite="perplexity")
+        run_of(tmp_path / name, named, result(data=f"/{name}"))
+    compared = compare([tmp_path / "a", tmp_path / "b"])
+    assert {row.suite for row in compared.rows if row.why_not} == {"zero-shot"}
+    assert compared.reasons == ["data /a in a, /b in b"]
+
+
+def test_a_group_depends_on_its_tasks_and_a_part_on_its_set(tmp_path):
+    for name, digest in (("a", "x"), ("b", "y")):
+        names = ("mmlu", "mmlu_law", "arc", "set", "set grade 1")
+        rows = [Row(task, "acc", 0.5, None, None, 9) for task in names]
+        tasks = {"mmlu_law": digest, "arc": "z", "set": digest}
+        run_of(tmp_path / name, SuiteResult("zero-shot", rows, step=1, settings={"tasks": tasks}))
+    compared = compare([tmp_path / "a", tmp_path / "b"])
+    assert [row.task for row in compared.rows if row.why_not] == [
+        *("mmlu", "mmlu_law", "set", "set grade 1"),
+    ]
 
 
 def test_the_newest_step_counts_and_the_average_is_a_model_of_its_own(tmp_path):

@@ -1,9 +1,11 @@
 """Results of suites: direction of their metrics, and their part of a report."""
 
+import json
 import shutil
 
 import pytest
 
+from cdrmix.monitoring.sinks import write_json_atomic
 from cdrmix.monitoring.suite_results import Row, SuiteResult, lower_is_better, store_result
 from tests.unit.monitoring.test_report import kinds_of_tables, make_run, report_of
 
@@ -47,3 +49,14 @@ def test_the_report_shows_the_newest_results_and_their_course(tmp_path):
     assert "code-8.json: is no result of a suite" in report_of(run)[1].text
     shutil.rmtree(run / "evaluations")
     assert report_of(run)[0] == before
+
+
+def test_the_report_names_suites_that_failed_during_the_run(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=8)
+    summary = json.loads((run / "metrics.json").read_text())
+    results = {"code": {"step": 8, "failed": "PlanError: no sandbox"}}
+    suites = {"share_of_time": 0.0625, "failures": {"code": 2}, "results": results}
+    write_json_atomic(run / "metrics.json", summary | {"suites": suites})
+    text = report_of(run)[1].text
+    assert "code failed during the run, 2 times, the last time with: PlanError: no sandbox" in text
+    assert "Suites between steps took 6.2% of the run's time." in text
