@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
+from cdrmix.verbs.compare_verb import add_compare
 from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.evaluate_verb import add_evaluate
 from cdrmix.verbs.export_verb import add_export
@@ -311,6 +312,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_data,
     add_generate,
     add_evaluate,
+    add_compare,
     add_export,
     add_report,
 )

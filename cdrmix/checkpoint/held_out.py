@@ -1,46 +1,72 @@
-"""Held-out losses of the checkpoints in a folder, and the best of these. No torch.
+"""Scores of the checkpoints in a folder, and the best of these. No torch.
 
-`held_out.json` stands beside the checkpoints, because the end of a run is evaluated when its last
-checkpoint has its name. It lists losses by step and digest of the manifest: what is said of a
-checkpoint that was removed, set aside or saved again does not count for another of that step.
-Losses over different text do not compare, so each comes with its number of tokens: an evaluation of
-so many tokens reads the same ones each time.
+A score is the held-out loss, or a row of a suite of evaluations. `held_out.json` stands beside the
+checkpoints, because the end of a run is evaluated when its last checkpoint has its name. It lists
+scores by step and digest of the manifest: what is said of a checkpoint that was removed, set aside
+or saved again does not count for another of that step. Losses over different text do not compare,
+nor do scores over other examples, so each comes with their number: an evaluation of so many reads
+the same ones each time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cdrmix.checkpoint.candidates import step_folders, step_of
 from cdrmix.checkpoint.files import MANIFEST_FILE, damage, digest, read_json, retried
 from cdrmix.errors import StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
+from cdrmix.monitoring.suite_results import lower_is_better
 
 logger = get_logger(__name__)
 
 HELD_OUT_FILE = "held_out.json"
+LOSS = "loss"  # held-out loss, as evaluation.best_by names it
 
 
-class HeldOutLoss(NamedTuple):
-    """Loss on held-out text, nats per token, and the number of tokens predicted there."""
+class Score(NamedTuple):
+    """Measure of a model by which the best checkpoint is found.
 
-    loss: float
-    tokens: int
+    Attributes:
+        value: nats per token of the held-out loss, else the score of a row.
+        examples: tokens predicted for the loss, else examples of the row (count); 0 in records of
+            earlier versions, which did not tell.
+        by: `loss`, or SUITE/TASK/METRIC.
+    """
+
+    value: float
+    examples: int
+    by: str = LOSS
+
+    @property
+    def rank(self) -> float:
+        """Number that is the lower the better the score."""
+        return self.value if lower_is_better(self.by.rpartition("/")[2]) else -self.value
+
+    def compares_with(self, other: Score) -> bool:
+        """True for the same measure over as many examples."""
+        return (self.by, self.examples) == (other.by, other.examples)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the members of an entry of the record."""
+        if self.by == LOSS:
+            return {"loss": self.value, "tokens": self.examples}
+        return {"by": self.by, "score": self.value, "examples": self.examples}
 
 
-class HeldOut(NamedTuple):
-    """Evaluation of a checkpoint."""
+class ScoredCheckpoint(NamedTuple):
+    """Entry of the record: a checkpoint, named by step and sha256 of its manifest, hex."""
 
     step: int
-    manifest: str  # sha256 of its manifest, hex
-    loss: float  # nats per token
-    tokens: int  # predicted; 0 in records of earlier versions, which did not tell
+    manifest: str
+    score: Score
 
 
-def held_out_losses(root: Path) -> list[HeldOut]:
-    """Reads the losses of the checkpoints that are in `root` now, the lowest first.
+def recorded_scores(root: Path) -> list[ScoredCheckpoint]:
+    """Reads the scores of the checkpoints that are in `root` now, by step.
 
     Raises:
         StateError: if the record is damaged.
@@ -48,13 +74,7 @@ def held_out_losses(root: Path) -> list[HeldOut]:
     """
     path = root / HELD_OUT_FILE
     try:
-        entries = [
-            HeldOut(
-                *(int(each["step"]), str(each["manifest"])),
-                *(float(each["loss"]), int(each.get("tokens", 0))),
-            )
-            for each in read_json(path)["checkpoints"]
-        ]
+        entries = [_entry(each) for each in read_json(path)["checkpoints"]]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -65,8 +85,16 @@ def held_out_losses(root: Path) -> list[HeldOut]:
             "it: the next evaluated checkpoint begins a new one"
         ) from error
     there = {(step_of(folder), manifest_digest(folder)) for folder in step_folders(root)}
-    valid = [each for each in entries if (each.step, each.manifest) in there]
-    return sorted(valid, key=lambda each: (each.loss, each.step))
+    return sorted(each for each in entries if each[:2] in there)
+
+
+def _entry(content: Mapping[str, Any]) -> ScoredCheckpoint:
+    if "by" in content:
+        value, examples, by = content["score"], content["examples"], content["by"]
+    else:
+        value, examples, by = content["loss"], content.get("tokens", 0), LOSS
+    score = Score(float(value), int(examples), str(by))
+    return ScoredCheckpoint(int(content["step"]), str(content["manifest"]), score)
 
 
 def manifest_digest(checkpoint: Path) -> str | None:
@@ -79,47 +107,49 @@ def manifest_digest(checkpoint: Path) -> str | None:
         return None
 
 
-def best_checkpoint(root: Path) -> HeldOut | None:
-    """Finds the checkpoint in `root` with the lowest loss, whole by the sizes of its files, of
-    those evaluated on as many tokens as the newest; None if none was. Raises as
-    `held_out_losses`."""
+def best_checkpoint(root: Path) -> ScoredCheckpoint | None:
+    """Finds the checkpoint in `root` with the best score, whole by the sizes of its files, of those
+    with the measure of the newest over as many examples; None if none was evaluated. Raises as
+    `recorded_scores`."""
     whole = [
         each
-        for each in held_out_losses(root)
+        for each in recorded_scores(root)
         if not damage(root / str(each.step), with_digests=False)
     ]
     if not whole:
         return None
-    newest = max(whole, key=lambda each: each.step)
-    return next(each for each in whole if each.tokens == newest.tokens)
+    alike = [each for each in whole if each.score.compares_with(whole[-1].score)]
+    return min(alike, key=lambda each: (each.score.rank, each.step))
 
 
-def loss_of(checkpoint: Path) -> HeldOutLoss | None:
-    """Held-out loss of a checkpoint, by the record beside it; None if that tells none."""
+def score_of(checkpoint: Path) -> Score | None:
+    """Score of a checkpoint, by the record beside it; None if that tells none."""
     try:
-        losses = held_out_losses(checkpoint.parent)
+        scored = recorded_scores(checkpoint.parent)
     except TrainingError as error:
         logger.warning("warning: %s", error)
         return None
     this = checkpoint.name, manifest_digest(checkpoint)
-    for each in losses:
+    for each in scored:
         if (str(each.step), each.manifest) == this:
-            return HeldOutLoss(each.loss, each.tokens)
+            return each.score
     return None
 
 
-def record_held_out(root: Path, new: HeldOut) -> None:
+def record_score(root: Path, new: ScoredCheckpoint) -> None:
     """Adds an evaluation to the record, which leaves out those of checkpoints that are gone.
 
     The checkpoint need not have its name yet: until then the entry counts for nothing. Raises
     StateError if the record cannot be written, InfrastructureError as above.
     """
     try:
-        entries = held_out_losses(root)
+        entries = recorded_scores(root)
     except StateError as error:
         logger.warning("warning: %s", error)
         entries = []
     others = [each for each in entries if each[:2] != new[:2]]
-    listed = sorted([*others, new], key=lambda each: (each.loss, each.step))
-    content = {"checkpoints": [each._asdict() for each in listed]}
-    write_json_atomic(root / HELD_OUT_FILE, content)
+    content = [
+        {"step": each.step, "manifest": each.manifest, **each.score.as_json()}
+        for each in sorted([*others, new])
+    ]
+    write_json_atomic(root / HELD_OUT_FILE, {"checkpoints": content})

@@ -32,11 +32,11 @@ from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import is_passing, save_number
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import (
-    HeldOut,
-    HeldOutLoss,
+    Score,
+    ScoredCheckpoint,
     best_checkpoint,
     manifest_digest,
-    record_held_out,
+    record_score,
 )
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.errors import InfrastructureError, StateError, TrainingError
@@ -113,7 +113,7 @@ class _Save:
     began: float  # start on the monotonic clock
     stalled: float  # `Saver.stall_seconds` at that time
     state: str  # text of state.json
-    held_out: HeldOutLoss | None  # of this state, if it was evaluated
+    score: Score | None  # of this state, if it was evaluated
     before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
     after: Callable[[], None]  # and this one after it
     temporary: str  # name of the folder in each root while it is written
@@ -146,8 +146,8 @@ class Saver:
             keep: number of whole checkpoints to keep in each (>= 1), besides that of step `pinned`.
             background: copy to memory and write from a thread; otherwise `start` itself writes.
             pinned: a step whose checkpoint is not dropped.
-            keep_best: record held-out losses beside the checkpoints, and keep the one with the
-                lowest besides the newest.
+            keep_best: record scores beside the checkpoints, and keep the one with the best besides
+                the newest.
         """
         # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
@@ -184,7 +184,7 @@ class Saver:
         *,
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
-        held_out: HeldOutLoss | None = None,
+        score: Score | None = None,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
@@ -195,7 +195,7 @@ class Saver:
                 the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
-            held_out: loss of this state on held-out text; None: not evaluated.
+            score: of this state; None: not evaluated.
             before: run by rank 0, on the thread, before the checkpoint gets its name.
             after: likewise, once it has it in the first root; a failed write there is a warning.
         Raises:
@@ -234,7 +234,7 @@ class Saver:
                 ]
             )
             self._save = _Save(
-                *(step, began, stalled, text, held_out, before, after, temporary, copy, job),
+                *(step, began, stalled, text, score, before, after, temporary, copy, job),
                 problems=[None] * len(self._roots),
             )
 
@@ -304,22 +304,22 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
-    def evaluated(self, held_out: HeldOutLoss) -> None:
-        """Records the held-out loss of the newest checkpoint, which may make another one the best;
-        on rank 0 alone, between two saves. A failed write is a warning."""
+    def evaluated(self, score: Score) -> None:
+        """Records the score of the newest checkpoint, which may make another one the best; on rank
+        0 alone, between two saves. A failed write is a warning."""
         step = self.saved_step
         assert self._save is None, "a save is under way"
         if step is None:
             return
         for root in self._roots:
             try:
-                self._record(root, step, root / str(step), held_out)
+                self._record(root, step, root / str(step), score)
             except (OSError, StateError, InfrastructureError) as error:
                 logger.warning("warning: checkpoint of step %d: %s", step, described(error))
             else:
                 self._drop_others(root, step)
 
-    def best(self) -> HeldOut | None:
+    def best(self) -> ScoredCheckpoint | None:
         """Best checkpoint of the first root; None if none was evaluated, or none is looked for."""
         return best_checkpoint(self._roots[0]) if self._keep_best else None
 
@@ -371,8 +371,8 @@ class Saver:
         accounts = [temporary / f"rank-{n:05d}.part" for n in range(runtime.world_size())]
         parts = _retried(step, lambda: [json.loads(each.read_text("utf-8")) for each in accounts])
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
-        # Before the name: a kill between the two leaves no checkpoint without its loss.
-        _retried(step, lambda: self._record(root, step, temporary, save.held_out))
+        # Before the name: a kill between the two leaves no checkpoint without its score.
+        _retried(step, lambda: self._record(root, step, temporary, save.score))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
@@ -382,14 +382,12 @@ class Saver:
         self._last_number = save.number
         self._drop_others(root, step)
 
-    def _record(
-        self, root: Path, step: int, checkpoint: Path, held_out: HeldOutLoss | None
-    ) -> None:
-        """Records the loss of a folder that is complete, if it may be the best."""
-        if self._keep_best and held_out is not None and math.isfinite(held_out.loss):
+    def _record(self, root: Path, step: int, checkpoint: Path, score: Score | None) -> None:
+        """Records the score of a folder that is complete, if it may be the best."""
+        if self._keep_best and score is not None and math.isfinite(score.value):
             manifest = manifest_digest(checkpoint)
             if manifest is not None:  # a replica may lack it
-                record_held_out(root, HeldOut(step, manifest, *held_out))
+                record_score(root, ScoredCheckpoint(step, manifest, score))
 
     def _drop_others(self, root: Path, step: int) -> None:
         try:

@@ -20,7 +20,7 @@ from cdrmix.checkpoint.base_model import base_folder, run_of
 from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import read_json
-from cdrmix.checkpoint.held_out import best_checkpoint
+from cdrmix.checkpoint.held_out import LOSS, best_checkpoint
 from cdrmix.cluster.start_records import recorded_data
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
@@ -38,8 +38,8 @@ def checkpoint_place(source: Path, which: str) -> Path:
 
     Args:
         source: a run directory, or for `last` a checkpoint too.
-        which: `last`, the newest that verifies; `best`, that with the lowest held-out loss; or the
-            step of one.
+        which: `last`, the newest that verifies; `best`, that with the lowest held-out loss, or the
+            best score by `evaluation.best_by`; or the step of one.
     Raises:
         StateError: if there is none of that step, or none was evaluated.
     """
@@ -78,6 +78,11 @@ def _nothing_evaluated(source: Path) -> StateError:
             return StateError(
                 f"{source}: has no best checkpoint, because checkpoint.keep_best is false. Give "
                 "--checkpoint last, or the step of one"
+            )
+        if (by := config["evaluation"].get("best_by", LOSS)) != LOSS:
+            return StateError(
+                f"{source}: has no best checkpoint by evaluation.best_by = {by}: none is of a step "
+                "with such a row, see train.log. Give --checkpoint last, or the step of one"
             )
         keys = [f"{section}.every_steps" for section in ("evaluation", "checkpoint")]
         values = [config[key.partition(".")[0]]["every_steps"] for key in keys]

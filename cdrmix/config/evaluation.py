@@ -23,6 +23,8 @@ class SuiteConfig(Section):
     limit: int | None = Field(100, ge=1)
     """Most examples of each task (count); null: all."""
     seed: int = Field(0, ge=0, description="Of what it draws; apart from training.seed.")
+    options: dict[str, str | int | float] = {}
+    """Options of the suite, such as `samples: 5` of code: those of `cdrmix evaluate --option`."""
 
 
 class EvaluationConfig(Section):
@@ -52,12 +54,18 @@ class EvaluationConfig(Section):
     take more waits, and the log says so. The suites at the end count for nothing here."""
     best_by: str = "loss"
     """Measure of the best checkpoint: loss, the held-out one, or SUITE/TASK/METRIC of a row of a
-    suite above, of which the highest score is the best one."""
+    suite above. The highest score is the best, but of losses, nats, perplexities, bits per byte,
+    overflow and shares of failures the lowest. A step with the best row so far is saved too."""
     execute_code: bool = False
     """Run the programs that a model writes, for the suite `code`, in a sandbox."""
     sandbox: Literal["kernel", "bwrap"] = "kernel"
     """Sandbox of those programs: rules of the Linux kernel, or bubblewrap, which has to be
     installed."""
+
+    @property
+    def best_suite(self) -> str | None:
+        """Suite that `best_by` names; None: the held-out loss decides."""
+        return None if self.best_by == "loss" else self.best_by.partition("/")[0]
 
     @field_validator("suites")
     @classmethod

@@ -61,6 +61,7 @@ _EXAMPLES: dict[str, Any] = {
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,
     "evaluation.suites[].tasks": "/data/tasks",
+    "evaluation.suites[].options": {"num_fewshot": 5},
     "evaluation.best_by": "zero-shot/hellaswag/acc_norm",
     "checkpoint.every_minutes": 30.0,
     "checkpoint.background": True,
@@ -219,7 +220,8 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
     elif section_of(field.annotation) is not None:
         kind, limits = "section", "its keys, below"
     elif get_origin(kinds[0]) is dict:
-        kind = f"section of names with {_TYPES[get_args(kinds[0])[1]]}"
+        values = alternatives(get_args(kinds[0])[1])
+        kind = f"section of names with {' or '.join(_TYPES[each] for each in values)}"
     else:
         kind = _TYPES[kinds[0]]
     limits = limits or "any"

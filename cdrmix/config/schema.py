@@ -314,8 +314,8 @@ class CheckpointConfig(Section):
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
     keep_best: bool = True
-    """Keep the checkpoint with the lowest held-out loss besides the newest, of those whose step was
-    evaluated."""
+    """Keep the best checkpoint by evaluation.best_by besides the newest, which is the one with the
+    lowest held-out loss unless set, of those whose step was evaluated."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for

@@ -29,13 +29,15 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
-    comparable = stage.comparable(run, evaluation)
     average = stage.evaluate_average(run, max_tokens=run.config.evaluation.final_tokens)
+    stage.suites.measure_at_the_end(run)
+    score = stage.last_score(run, evaluation)
 
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
-        run.saver.evaluated(comparable)
+        if score is not None:
+            run.saver.evaluated(score)
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
         lines = read_metrics(path / METRICS)
@@ -56,6 +58,7 @@ def finish(run: Run, stage: Pretraining) -> None:
             "baselines": baselines,
             "samples": stage.samples,
             **({} if stage.forgetting is None else {"cpt": stage.forgetting.summary(run)}),
+            **({"suites": stage.suites.summary(run)} if run.config.evaluation.suites else {}),
             "checkpoints": run.checkpoints(),
         }
         write_json_atomic(path / "metrics.json", summary)

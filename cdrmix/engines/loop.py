@@ -186,6 +186,9 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     evaluates = evaluates and not last  # the end has its own
     compares = stage.is_compared(run)
     logs = logs or evaluates or compares or last
+    # A suite that waits is looked at again where ranks exchange objects anyway.
+    suites = () if last else stage.suites_due(run, looks_again=logs)
+    logs = logs or bool(suites)
     saves = saves or last
     verdicts = [verdict]
     if logs or saves:
@@ -202,6 +205,10 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if compares:
         compared, verdict = stage.compare(run)
         metrics |= compared
+    if suites:
+        judged, is_best = stage.measure_suites(run, suites)
+        metrics |= judged
+        saves = saves or (is_best and config.checkpoint.keep_best)
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
         react(run, [*_log(run, metrics), verdict], position)

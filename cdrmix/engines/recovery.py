@@ -11,7 +11,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.candidates import check_same_model
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.held_out import loss_of
+from cdrmix.checkpoint.held_out import score_of
 from cdrmix.config.load import kept_values
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
@@ -58,7 +58,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},
-            held_out=run.evaluated[1] if run.evaluated and run.evaluated[0] == run.step else None,
+            score=run.score,
             before=before,
             # Once the checkpoint has its name, when training may be steps further.
             after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
@@ -118,8 +118,8 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
             runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
     # Rank 0 writes the record: a checkpoint saved again, after a rollback or elsewhere, keeps it.
-    held_out = loss_of(checkpoint.path) if runtime.rank() == 0 else None
-    run.evaluated = None if held_out is None else (checkpoint.step, held_out)
+    score = score_of(checkpoint.path) if runtime.rank() == 0 else None
+    run.evaluated = None if score is None else (checkpoint.step, score)
     # A checkpoint of another run or of the replica: this step is still to be saved here.
     is_ours = checkpoint.path.parent.resolve() == run.directory.folders[0].resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None

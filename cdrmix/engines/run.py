@@ -14,10 +14,11 @@ from torch import Tensor
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.held_out import HeldOutLoss
+from cdrmix.checkpoint.held_out import LOSS, Score
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
+from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.schema import Config
 from cdrmix.engines.run_directory import METRICS, RunDirectory
 from cdrmix.engines.supervision import Requests
@@ -175,6 +176,18 @@ class Stage(Protocol[Batch, Result]):
         """Metrics of the model against the one before the first step, and a verdict; collective."""
         return {}, None
 
+    def suites_due(self, run: Run, *, looks_again: bool) -> Sequence[SuiteConfig]:
+        """Suites that judge the model behind the last step; collective where one is due, or waits
+        and `looks_again`."""
+        return ()
+
+    def measure_suites(
+        self, run: Run, suites: Sequence[SuiteConfig]
+    ) -> tuple[dict[str, float], bool]:
+        """Metrics of those suites, and whether the score of the step is the best so far;
+        collective."""
+        return {}, False
+
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""
 
@@ -221,8 +234,8 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     step: int = 0  # optimizer steps completed
     # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
     unjudged: tuple[Tensor, float] | None = None
-    # Step and held-out loss of the last evaluation, or of the checkpoint that the run goes on from.
-    evaluated: tuple[int, HeldOutLoss] | None = None
+    # Step and score of the last evaluation, or of the checkpoint that the run goes on from.
+    evaluated: tuple[int, Score] | None = None
     earlier_seconds: float = 0.0  # wall time of earlier starts
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
@@ -232,10 +245,20 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
         """Wall time of all starts of this run."""
         return self.earlier_seconds + time.monotonic() - self.started
 
+    @property
+    def score(self) -> Score | None:
+        """Score of the present step by `evaluation.best_by`; None if it was not measured."""
+        step, score = self.evaluated or (None, None)
+        return score if step == self.step else None
+
     def checkpoints(self) -> JsonObject:
         """Names the last and the best checkpoint for metrics.json, on rank 0."""
         best = self.saver.best()
-        named = None if best is None else {"step": best.step, "loss": best.loss}
+        named: JsonObject | None = None
+        if best is not None:
+            score = best.score
+            measure = {"loss": score.value} if score.by == LOSS else score.as_json()
+            named = {"step": best.step, **measure}
         return {"last": self.saver.saved_step, "best": named, "folder": "checkpoints"}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

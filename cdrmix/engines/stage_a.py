@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,8 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.held_out import HeldOutLoss
+from cdrmix.checkpoint.held_out import LOSS, Score
+from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.document import fim_ids
 from cdrmix.data.loader import Loader
@@ -42,6 +44,7 @@ from cdrmix.engines.routing import (
     routing_sums,
 )
 from cdrmix.engines.run import JsonObject, Run, Stage
+from cdrmix.engines.suites import Suites
 from cdrmix.engines.training_data import Corpus
 from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
@@ -49,6 +52,7 @@ from cdrmix.log import get_logger
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
+from cdrmix.monitoring.suite_results import set_aside_results
 from cdrmix.optimizers.average import has_average
 from cdrmix.optimizers.muon import Muon
 from cdrmix.optimizers.schedule import learning_rate
@@ -123,6 +127,7 @@ class Pretraining(Stage[Batch, StepResult]):
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
         self.check = OptimizerCheck()
+        self.suites = Suites(config.evaluation, corpus)
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
@@ -158,7 +163,8 @@ class Pretraining(Stage[Batch, StepResult]):
         """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
         began = time.monotonic()
         evaluation = self.evaluate_now(run, max_tokens=_tokens_between(run.config))
-        run.evaluated = (run.step, HeldOutLoss(evaluation.loss, evaluation.tokens))
+        if run.config.evaluation.best_by == LOSS:
+            run.evaluated = (run.step, Score(evaluation.loss, evaluation.tokens))
         average = self.evaluate_average(run, max_tokens=_tokens_between(run.config))
         return {
             "eval/loss": evaluation.loss,
@@ -176,11 +182,16 @@ class Pretraining(Stage[Batch, StepResult]):
             },
         }
 
-    def comparable(self, run: Run, last: Evaluation) -> HeldOutLoss:
-        """Held-out loss at the end, over the tokens of the evaluations between steps: losses over
-        others do not compare. Without any there, that of `last`, the evaluation of the end.
-        Collective."""
+    def last_score(self, run: Run, last: Evaluation) -> Score | None:
+        """Score of the end, as those between steps; collective.
+
+        Of the held-out loss it is that over the tokens of the evaluations there, since losses over
+        others do not compare; without any there, that of `last`, the evaluation of the end. Of a
+        suite's row it is the one that the suites of the end gave; None: they failed.
+        """
         settings = run.config.evaluation
+        if settings.best_by != LOSS:
+            return run.score
         if settings.every_steps is not None and run.config.checkpoint.keep_best:
             tokens = _tokens_between(run.config)
             of_end, of_others = (
@@ -190,7 +201,7 @@ class Pretraining(Stage[Batch, StepResult]):
             if of_end != of_others:
                 with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
                     last = self._evaluate(run, tokens)
-        return HeldOutLoss(last.loss, last.tokens)
+        return Score(last.loss, last.tokens)
 
     def evaluate_average(self, run: Run, *, max_tokens: int) -> Evaluation | None:
         """Held-out loss of the average of the weights; None where there is none (yet)."""
@@ -253,6 +264,16 @@ class Pretraining(Stage[Batch, StepResult]):
         metrics = self.forgetting.measure(run)
         forgotten, limit = self.forgetting.forgotten, self.forgetting.stop_above
         return metrics, run.health.forgetting_known(run.step, forgotten, limit)
+
+    def suites_due(self, run: Run, *, looks_again: bool) -> list[SuiteConfig]:
+        """Suites due behind the last step that fit into their share of the time."""
+        return self.suites.due(run, looks_again=looks_again)
+
+    def measure_suites(
+        self, run: Run, suites: Sequence[SuiteConfig]
+    ) -> tuple[dict[str, float], bool]:
+        """Scores by suites between steps, and whether that of `best_by` is the best so far."""
+        return self.suites.measure(run, suites)
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""
@@ -341,12 +362,19 @@ class Pretraining(Stage[Batch, StepResult]):
             optimizer.load_history(reader.state["muon"])
         if self.forgetting is not None:
             self.forgetting.load_state_dict(reader.state.get("cpt"))
+        if run.config.evaluation.suites:
+            self.suites.load_state_dict(reader.state.get("suites"))
+            after = partial(set_aside_results, run.directory.path, after=reader.state["step"])
+            runtime.first_rank_does(after)
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, losses on old and new data, and Muon's gradient norms."""
+        """The texts generated so far, losses on old and new data, times of suites, and Muon's
+        gradient norms."""
         saved: JsonObject = {"samples": self.samples}
         if self.forgetting is not None:
             saved["cpt"] = self.forgetting.state_dict()
+        if run.config.evaluation.suites:
+            saved["suites"] = self.suites.state_dict()
         optimizer = run.engine.optimizer.optimizer
         if isinstance(optimizer, Muon):
             saved["muon"] = optimizer.history()

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from cdrmix.config.evaluation import SuiteName
+from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig, SuiteName
 from cdrmix.monitoring.suite_results import SuiteResult
 
 if TYPE_CHECKING:
@@ -101,6 +101,33 @@ class Suite(Protocol):
 
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
         """Judges a model; collective over the ranks of its layout, equal on all of them."""
+
+
+def request_in_training(settings: EvaluationConfig, suite: SuiteConfig) -> Request:
+    """Returns the request for a suite of a training run."""
+    return Request(
+        tasks=None if suite.tasks is None else Path(suite.tasks),
+        limit=suite.limit,
+        seed=suite.seed,
+        execute_code=settings.execute_code,
+        sandbox=settings.sandbox,
+        options=dict(suite.options),
+    )
+
+
+def conditions(judged: Judged, request: Request, *, layout: str, precision: str) -> dict[str, Any]:
+    """Returns what the scores of any suite depend on beside the model, for their settings."""
+    return {
+        "layout": layout,
+        "precision": precision,
+        "batch_size": judged.batch_size,
+        "max_length": judged.max_length,
+        "tokenizer": judged.tokenizer_digest,
+        "seed": request.seed,
+        "limit": request.limit,
+        "data": None if judged.data is None else str(judged.data),
+        "tasks": None if request.tasks is None else str(request.tasks),
+    }
 
 
 def suite_of(name: SuiteName) -> Suite:

@@ -123,6 +123,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("cpt/old/*/loss", "nats, one folder of several", "sum", "valid token"),
     Metric("cpt/old/*/forgetting_nats", "nats, rise on one folder", "sum", "valid token"),
     Metric("cpt/seconds", "seconds", "none", deterministic=False),
+    # Suites of evaluations: suite, task and metric of each row, and ema_METRIC for the average of
+    # the weights. The steps that have them depend on time where the suites' share of it is used up.
+    Metric("suite/*/*/*", "as the metric's name says", "none"),
+    Metric("suite/*/failures", "times it failed, since the start of the run", "none"),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -144,17 +148,22 @@ def record(*, step: int, **values: float | None) -> dict[str, float]:
     }
 
 
-def member_name(family: str, member: str) -> str:
-    """Returns the key of one member of a family, as of "eval/domain/*/loss" and a domain.
+def member_name(family: str, *members: str, safe: str = "") -> str:
+    """Returns the key of one member of a family, as of "eval/domain/*/loss" and a domain; each of
+    several `*` stands for a member.
 
-    What a member's name has beside letters, digits and `_.-~` is written as %XX, so that a slash or
-    a space in it makes no other key.
+    What a member's name has beside letters, digits, `_.-~` and those in `safe` is written as %XX,
+    so that a slash or a space in it makes no other key.
     """
-    return family.replace("*", quote(member, safe=""))
+    parts = family.split("*")
+    assert len(parts) == len(members) + 1, family
+    quoted = (quote(member, safe=safe) for member in members)
+    return parts[0] + "".join(map("".join, zip(quoted, parts[1:], strict=True)))
 
 
 def member_of(family: str, name: str) -> str | None:
-    """Returns the member, such as a domain, that a key of `member_name` is of; None for others."""
+    """Returns the first member, such as a domain, that a key of `member_name` is of; None for
+    others."""
     found = _pattern(family).fullmatch(name)
     return found and unquote(found[1])
 

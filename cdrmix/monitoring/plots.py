@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import style
@@ -33,6 +33,7 @@ _LABEL_SIZE = 11.0  # of their letters, in points
 _NARROW_LABEL_SIZE = 13.0  # on a narrow page, as page.css has it, which makes the drawing smaller
 _LABEL_CHARACTER = 0.58  # width of one of their characters, by the size of the letters, generously
 _MOST_OF_NAME = 20  # characters of a course's name, inside of its drawing
+_LINE_HEIGHT = 17.0  # of a score with its interval, in points
 _TICK_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
 # Placeholder colour -> CSS variable. Greys that no colour of the page's palette equals.
 _PLACEHOLDERS = {
@@ -72,6 +73,17 @@ class Course:
     steps: np.ndarray
     across: np.ndarray
     up: np.ndarray
+    color: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A score with the ends of its interval, None where it has none. `color` is c1 to c4."""
+
+    label: str
+    score: float
+    low: float | None
+    high: float | None
     color: str
 
 
@@ -163,11 +175,8 @@ def line_plot(
         _lay_out_axes(axes, drawn, marks, text, limits)
         _label_right_edge(axes, ends, label_size)
         _draw_moments(axes, moments, label_size)
-        buffer = io.StringIO()
-        # No date and no version of matplotlib, which would differ between equal runs.
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-    return _for_page(buffer.getvalue(), key, label)
+        svg = _svg(canvas)
+    return _for_page(svg, key, label)
 
 
 def plane_plot(
@@ -197,27 +206,89 @@ def plane_plot(
         low, high = 1.75 * _BOTTOM, _TOP + 1.5 * _LABEL_GAP
         place = (_LEFT / width, low / height, 1 - (_LEFT + 12) / width, 1 - (low + high) / height)
         axes = canvas.add_axes(place)
-        muted, grid = _PLACEHOLDERS["muted"], _PLACEHOLDERS["grid"]
         for line in (axes.axhline, axes.axvline):
-            line(0, color=muted, linewidth=1, linestyle=(0, (4, 3)))
+            line(0, color=_PLACEHOLDERS["muted"], linewidth=1, linestyle=(0, (4, 3)))
         for course in courses:
             _draw_course(axes, course)
         axes.margins(0.12, 0.12)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
             axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(text, value)))
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        axes.grid(color=grid, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=0, labelsize=11, labelcolor=muted, pad=5)
+        _set_frame(axes, "both")
         names: dict[str, Any] = {"fontsize": _NARROW_LABEL_SIZE, "color": _PLACEHOLDERS["ink"]}
         canvas.text(0.01, 1 - 4 / height, f"{up} ↑", verticalalignment="top", **names)
         canvas.text(1 - 12 / width, 3 / height, f"{across} →", horizontalalignment="right", **names)
-        buffer = io.StringIO()
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-    return _for_page(buffer.getvalue(), key, label)
+        svg = _svg(canvas)
+    return _for_page(svg, key, label)
+
+
+def interval_plot(
+    key: str,
+    groups: Sequence[tuple[str, Sequence[Span]]],
+    *,
+    label: str,
+    width: int = 540,
+    text: Callable[[float], str] = "{:#.4g}".format,
+) -> Drawing:
+    """Draws scores with their intervals below each other, each on a line of its own.
+
+    Args:
+        key: prefix of the ids in the drawing; unique on the page.
+        groups: names, and the finite scores of each.
+        label: description for readers who cannot see the picture.
+        width: in points; the page scales it.
+        text: format of a score, on the axis and beside its line.
+    """
+    lines: list[str | Span] = []
+    for name, of_group in groups:
+        lines += [name, *of_group]
+    spans = [line for line in lines if isinstance(line, Span)]
+    height = _TOP + _BOTTOM + _LINE_HEIGHT * len(lines)
+    character = _LABEL_CHARACTER * _LABEL_SIZE
+    left = 24.0 + character * min(max(len(span.label) for span in spans), _MOST_OF_NAME)
+    right = 16.0 + character * max(len(text(span.score)) for span in spans)
+    with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": key}]):
+        canvas = Canvas(figsize=(width / 72, height / 72), dpi=72)
+        inner = (1 - (left + right) / width, 1 - (_TOP + _BOTTOM) / height)
+        axes = canvas.add_axes((left / width, _BOTTOM / height, *inner))
+        axes.set_ylim(len(lines) - 0.5, -0.5)
+        for place, line in enumerate(lines):
+            _draw_line_of_intervals(axes, place, line, text)
+        ends = [e for s in spans for e in (s.low, s.score, s.high) if e is not None]
+        if min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM_RATIO:
+            axes.set_xscale("log")
+        else:
+            axes.margins(x=0.04)
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
+        axes.xaxis.set_minor_locator(NullLocator())  # after the scale, which brings its own
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(text, value)))
+        axes.yaxis.set_major_locator(NullLocator())
+        _set_frame(axes, "x")
+        svg = _svg(canvas)
+    return _for_page(svg, key, label)
+
+
+def _draw_line_of_intervals(
+    axes: Axes, place: int, line: str | Span, text: Callable[[float], str]
+) -> None:
+    """Draws the name of a group, or a score with its interval, label and value."""
+    across = axes.get_yaxis_transform()  # x in shares of the axes, y a line
+    options: dict[str, Any] = {"verticalalignment": "center", "fontsize": _LABEL_SIZE}
+    if isinstance(line, str):
+        options |= {"color": _PLACEHOLDERS["ink"], "fontweight": "bold"}
+        axes.text(0, place, line, transform=across, **options)
+        return
+    options |= {"color": _PLACEHOLDERS[line.color], "textcoords": "offset points"}
+    if line.low is not None and line.high is not None:
+        ends = [line.low, line.high]
+        axes.plot(ends, [place, place], color=options["color"], linewidth=2.2, alpha=0.55)
+    axes.plot([line.score], [place], "o", color=options["color"], markersize=6)
+    name = line.label
+    if len(name) > _MOST_OF_NAME:
+        name = f"{name[: _MOST_OF_NAME - 1]}…"
+    for label, x, shift, side in ((name, 0, -8, "right"), (text(line.score), 1, 8, "left")):
+        beside: dict[str, Any] = {"xycoords": across, "horizontalalignment": side}
+        axes.annotate(label, (x, place), (shift, 0), **beside, **options)
 
 
 def _draw_course(axes: Axes, course: Course) -> None:
@@ -324,6 +395,15 @@ def _lay_out_axes(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(text, value)))
 
 
+def _set_frame(axes: Axes, lines: Literal["x", "both"]) -> None:
+    """Draws lines at the ticks of one axis or both, in place of a frame."""
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.grid(axis=lines, color=_PLACEHOLDERS["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=11, labelcolor=_PLACEHOLDERS["muted"], pad=5)
+
+
 def _tick(text: Callable[[float], str], value: float) -> str:
     """Writes a value without trailing zeros among its decimals: 2.500% becomes 2.5%; 1,000 and
     2.5e-10 stay."""
@@ -385,6 +465,15 @@ def _draw_moments(axes: Axes, moments: Sequence[Moment], size: float) -> None:
                 )
                 free_from = begin + width
                 break
+
+
+def _svg(canvas: Canvas) -> str:
+    """Writes the file that matplotlib makes of a drawing."""
+    buffer = io.StringIO()
+    # No date and no version of matplotlib, which would differ between equal runs.
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    canvas.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    return buffer.getvalue()
 
 
 def _for_page(svg: str, key: str, label: str) -> Drawing:

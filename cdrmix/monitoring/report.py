@@ -33,6 +33,7 @@ from cdrmix.monitoring.provenance_page import (
 )
 from cdrmix.monitoring.recorded_run import RecordedRun
 from cdrmix.monitoring.sinks import duration, read_metrics, write_text_atomic
+from cdrmix.monitoring.suites_page import suites_report
 
 # A page of hundreds of evaluations stays readable.
 _MAX_SAMPLES = 50
@@ -42,7 +43,7 @@ _FROM_ZERO = (0, None)  # ends of an axis
 # Parts of metrics.json that have sections of their own.
 _SHOWN_ELSEWHERE = (
     *("evaluation", "ema_evaluation", "baselines", "samples"),
-    *("goodput", "start_up", "cpt"),
+    *("goodput", "start_up", "cpt", "suites"),
 )
 
 
@@ -123,6 +124,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "domains": domain_losses(run),
         "objectives": objectives_report(run),
         "cpt": cpt_report(run),
+        "suites": suites_report(run),
         "starts": starts(run),
         "data": data_card(run),
         "uneven": _uneven_routing(run),

@@ -86,7 +86,7 @@ class MetricsFile:
     def write(self, record: Mapping[str, float]) -> None:
         """Appends one record."""
         # A bare NaN is no JSON, and other readers refuse the whole file.
-        line = (json.dumps(_without_non_finite(record), allow_nan=False) + "\n").encode()
+        line = (json.dumps(without_non_finite(record), allow_nan=False) + "\n").encode()
         with _disk_faults(self.path):
             while line:  # a write to a nearly full disk may take a part only
                 line = line[self._file.write(line) :]
@@ -290,7 +290,7 @@ def duration(seconds: float) -> str:
 
 def write_json_atomic(path: Path, obj: Any) -> None:
     """Writes `obj` as indented JSON by `write_text_atomic`."""
-    text = json.dumps(_without_non_finite(obj), indent=2, allow_nan=False)
+    text = json.dumps(without_non_finite(obj), indent=2, allow_nan=False)
     write_text_atomic(path, text + "\n")
 
 
@@ -327,11 +327,12 @@ def _disk_faults(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _without_non_finite(obj: Any) -> Any:
+def without_non_finite(obj: Any) -> Any:
+    """Copy of a JSON value with the names of non-finite numbers in their place."""
     if isinstance(obj, Mapping):
-        return {key: _without_non_finite(value) for key, value in obj.items()}
+        return {key: without_non_finite(value) for key, value in obj.items()}
     if isinstance(obj, list | tuple):
-        return [_without_non_finite(value) for value in obj]
+        return [without_non_finite(value) for value in obj]
     if isinstance(obj, float) and not math.isfinite(obj):
         return "NaN" if math.isnan(obj) else ("Infinity" if obj > 0 else "-Infinity")
     return obj

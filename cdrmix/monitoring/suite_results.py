@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,18 @@ def lower_is_better(metric: str) -> bool:
     return not _OF_LOWER.isdisjoint(words) or "bits_per_byte" in metric
 
 
+def score_text(value: float) -> str:
+    """Writes a score in four decimals, and a large one, which is a count or a speed, in none."""
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4f}"
+
+
+def interval_text(row: Row) -> str:
+    """Writes the interval of a score; empty where there is none."""
+    if row.low is None or row.high is None:
+        return ""
+    return f"{score_text(row.low)} to {score_text(row.high)}"
+
+
 def bootstrap_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, *, seed: int = 0
 ) -> tuple[float, float]:
@@ -130,20 +142,49 @@ def store_result(run_dir: Path, result: SuiteResult) -> Path:
     return path
 
 
+def set_aside_results(run_dir: Path, *, after: int) -> None:
+    """Gives the results of steps behind `after` the ending `.cut`, when a run goes on from there:
+    the model of those steps may become another one.
+
+    Raises StateError if one cannot be renamed.
+    """
+    for path in (run_dir / RESULTS_FOLDER).glob("*.json"):
+        step = re.search(r"-(\d+)(-ema)?$", path.stem)
+        if step is not None and int(step[1]) > after:
+            try:
+                path.rename(path.with_suffix(".cut"))
+            except OSError as error:
+                raise StateError(f"{path}: cannot be renamed: {error.strerror}") from error
+
+
 def read_result(path: Path) -> SuiteResult:
     """Reads one result. Raises StateError if the file is missing or none."""
     try:
         content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = {name: content[name] for name in ("suite", "source", "step", "weights", "settings")}
-        # A suite may give its rows further columns.
-        columns = [each.name for each in fields(Row)]
-        rows = [Row(*(row[column] for column in columns)) for row in content["rows"]]
+        rows = [_row(row) for row in content["rows"]]
         return SuiteResult(**known, rows=rows, notes=content.get("notes", []))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(
             f"{path}: is no result of a suite ({type(error).__name__}: {error}). Write one with "
             "`cdrmix evaluate RUN_DIR --suite NAME`"
         ) from error
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    """Row of its JSON object, which may have more columns; values that are not finite were written
+    as text."""
+    low, high = (None if values[end] is None else float(values[end]) for end in ("low", "high"))
+    names = str(values["task"]), str(values["metric"])
+    return Row(*names, float(values["score"]), low, high, int(values["n"]))
+
+
+def newest_results(results: Sequence[SuiteResult]) -> dict[tuple[str, str], SuiteResult]:
+    """Result of the latest step of each suite and weights."""
+    newest: dict[tuple[str, str], SuiteResult] = {}
+    for result in sorted(results, key=lambda each: -1 if each.step is None else each.step):
+        newest[result.suite, result.weights] = result
+    return newest
 
 
 def read_results(run_dir: Path) -> list[SuiteResult]:

@@ -21,6 +21,7 @@ from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
+from cdrmix.planning.suite_rules import SUITE_RULES
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
@@ -286,6 +287,7 @@ RULES: tuple[Rule, ...] = (
     *WHOLE_MODELS,
     *BLOCK_RULES,
     *DEPTH_RULES,
+    *SUITE_RULES,
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.has_deepspeed_experts,

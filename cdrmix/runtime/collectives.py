@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,12 +21,14 @@ from cdrmix.runtime.hardware import device, use_cpu
 
 T = TypeVar("T")
 _SECONDS_TO_TEAR_DOWN = 60.0
+_SECONDS_TO_LOOK_AGAIN = 0.05
 
 
 class _GroupSettings:
-    """Timeout of the run's process group, for the groups that are made later."""
+    """Timeout of the run's process group, for the groups that are made later; failures there."""
 
     timeout: timedelta | None = None
+    failures: int = 0  # calls of `fails_everywhere`
 
 
 def import_deepspeed() -> Any:
@@ -180,6 +183,25 @@ def together(action: Callable[[], T]) -> T:
                 cause.args = (f"[rank {failing_rank}] {cause}",)
             raise cause
     return result  # type: ignore[return-value]
+
+
+def fails_everywhere(*, within_seconds: float) -> bool:
+    """Tells if every rank calls this within that time, because it has met an error.
+
+    For errors that are no TrainingError: no collective, in which the calls of a rank with an error
+    and of others that wait elsewhere would be taken for one another.
+    """
+    if world_size() == 1:
+        return True
+    _GroupSettings.failures += 1
+    key = f"cdrmix/failures/{_GroupSettings.failures}"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    failed = store.add(key, 1)
+    deadline = time.monotonic() + within_seconds
+    while failed < world_size() and time.monotonic() < deadline:
+        time.sleep(_SECONDS_TO_LOOK_AGAIN)
+        failed = store.add(key, 0)
+    return failed == world_size()
 
 
 def first_rank_does(action: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from cdrmix import runtime
 from cdrmix.config.evaluation import SuiteName
 from cdrmix.errors import StateError
 from cdrmix.evaluation.model_folder import kind_of
-from cdrmix.evaluation.suite import Judged, Request, Suite, suite_of
+from cdrmix.evaluation.suite import Judged, Request, Suite, conditions, suite_of
 from cdrmix.export.manifest import MANIFEST_FILE, verify_export
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
@@ -228,16 +228,7 @@ def _measured(
 ) -> Measured:
     """Runs the suite, and notes what the scores depend on beside what the suite notes itself."""
     result = suite.measure(model, asked.request)
-    noted = {
-        "layout": layout,
-        "precision": precision,
-        "batch_size": model.batch_size,
-        "max_length": model.max_length,
-        "seed": asked.request.seed,
-        "limit": asked.request.limit,
-        "data": None if model.data is None else str(model.data),
-        "tasks": None if asked.request.tasks is None else str(asked.request.tasks),
-    }
+    noted = conditions(model, asked.request, layout=layout, precision=precision)
     return Measured(replace(result, settings=noted | result.settings), found.run_dir)
 
 

@@ -41,6 +41,7 @@ from cdrmix.errors import (
     StateError,
     TrainingError,
 )
+from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.planning.profile import check_legal
 
@@ -70,7 +71,7 @@ def check_start(
     Raises:
         PlanError: if layout and profile are impossible on these ranks.
         DataError: if the data set is missing, or does not fit model, mixture or sequence length;
-            if the weights of a Hugging Face model are missing or damaged.
+            if the weights of a Hugging Face model, or tasks of a suite, are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
         ConfigError: if Stage B is given no Stage A, or the folder of a Hugging Face model cannot be
             used.
@@ -82,6 +83,7 @@ def check_start(
     found += _data_problems(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
+    found += _suite_problems(config)
     with _noted(found):
         _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
@@ -175,6 +177,26 @@ def _old_data_problems(config: Config, cpt: CptConfig) -> list[TrainingError]:
                     open_old(each, length, key=key)
                 if name in cpt.old_data:
                     TokenDataset(each, "validation", length)
+    return found
+
+
+def _suite_problems(config: Config) -> list[TrainingError]:
+    """Faults of what the run's suites read, such as files of tasks: else a suite at the end would
+    be missed after days."""
+    settings = config.evaluation
+    refused = {"reasoning"} if settings.execute_code else {"reasoning", "code"}  # by rules
+    found: list[TrainingError] = []
+    for suite in settings.suites:
+        if suite.name not in refused:
+            with _noted(found):
+                asked = suite_of(suite.name)
+                known: dict[str, str] = getattr(asked, "options", {})
+                if unknown := sorted(suite.options.keys() - known.keys()):
+                    raise ConfigError(
+                        f"evaluation.suites, {suite.name}: it has no options {', '.join(unknown)}. "
+                        f"Known: {', '.join(known) or 'none'}"
+                    )
+                asked.check(request_in_training(settings, suite))
     return found
 
 

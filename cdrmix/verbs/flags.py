@@ -131,8 +131,8 @@ def at_least(lowest: int | float) -> Callable[[str], int | float]:
 def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --checkpoint, which is None where it is not given."""
     which = (
-        "`last`, the newest that is whole (default), `best`, that with the lowest held-out loss, "
-        "or the step of one in the run directory"
+        "`last`, the newest that is whole (default), `best`, that with the lowest held-out loss or "
+        "the best score by evaluation.best_by, or the step of one in the run directory"
     )
     parser.add_argument("--checkpoint", type=_which, metavar="best|last|STEP", help=which)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.held_out import held_out_losses
+from cdrmix.checkpoint.held_out import recorded_scores
 from cdrmix.cli import main
 from cdrmix.evaluation.trained import evaluate_run
 from cdrmix.export.exported_run import export_run
@@ -48,12 +48,12 @@ def test_the_best_checkpoint_stays_and_is_named(earlier: Path) -> None:
     named = json.loads((earlier / "metrics.json").read_text())["checkpoints"]
     lines = read_metrics(earlier / "metrics.jsonl")
     losses = {int(line["step"]): line["eval/loss"] for line in lines if "eval/loss" in line}
-    recorded = {each.step: each for each in held_out_losses(checkpoints)}
+    recorded = {each.step: each for each in recorded_scores(checkpoints)}
     # the evaluation of the end reads more text, over which losses do not compare
     evaluation = json.loads((earlier / "metrics.json").read_text())["evaluation"]
-    assert recorded[8].tokens < evaluation["tokens"]
-    assert len({each.tokens for each in recorded.values()}) == 1
-    losses[8] = recorded[8].loss
+    assert recorded[8].score.examples < evaluation["tokens"]
+    assert len({each.score.examples for each in recorded.values()}) == 1
+    losses[8] = recorded[8].score.value
     best = min(losses, key=losses.__getitem__)
     assert named == {
         "last": 8,

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest held-out loss: recorded, kept, found, and told apart."""
+"""The checkpoint with the best score: recorded, kept, found, and told apart."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.candidates import step_folders, step_of
 from cdrmix.checkpoint.held_out import (
     HELD_OUT_FILE,
-    HeldOutLoss,
+    Score,
     best_checkpoint,
-    held_out_losses,
-    loss_of,
+    recorded_scores,
+    score_of,
 )
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.checkpoint.store import FoundCheckpoint, set_aside
@@ -39,7 +39,7 @@ def save(
         [whole("w", torch.full((4,), float(step)))],
         state=state or {},
         rank_state={},
-        held_out=None if loss is None else HeldOutLoss(loss, tokens),
+        score=None if loss is None else Score(loss, tokens),
     )
     saver.wait()
 
@@ -81,7 +81,7 @@ def test_the_best_is_not_kept_and_not_recorded_where_nobody_asks(tmp_path: Path)
     saver = new_saver(tmp_path, keep_best=False)
     for step, loss in enumerate([1.0, 2.0, 3.0], 1):
         save(saver, step, loss)
-    saver.evaluated(HeldOutLoss(0.5, 64))
+    saver.evaluated(Score(0.5, 64))
     assert steps(tmp_path) == [2, 3]
     assert saver.best() is None
     assert not (tmp_path / HELD_OUT_FILE).exists()
@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number_is_not_the_lowest(tmp_path: Path) -> None:
     saver = new_saver(tmp_path)
     for step, loss in enumerate([float("nan"), float("-inf"), 5.0], 1):
         save(saver, step, loss)
-    assert [each.step for each in held_out_losses(tmp_path)] == [3]
+    assert [each.step for each in recorded_scores(tmp_path)] == [3]
 
 
 def test_the_evaluation_of_the_end_comes_behind_the_save(tmp_path: Path) -> None:
@@ -100,19 +100,19 @@ def test_the_evaluation_of_the_end_comes_behind_the_save(tmp_path: Path) -> None
     save(saver, 2)
     manifest = (tmp_path / "2" / "manifest.json").read_bytes()
     assert steps(tmp_path) == [1, 2]
-    saver.evaluated(HeldOutLoss(2.5, 64))
+    saver.evaluated(Score(2.5, 64))
     assert saver.best() == best_checkpoint(tmp_path)
     assert best_step(tmp_path) == 1
     assert steps(tmp_path) == [1, 2]
     # better: the one before goes, and the checkpoint is as it was
-    saver.evaluated(HeldOutLoss(1.5, 64))
+    saver.evaluated(Score(1.5, 64))
     for root in (tmp_path, tmp_path / "replica"):
-        assert [(each.step, each.loss) for each in held_out_losses(root)] == [(2, 1.5)]
+        assert [(each.step, each.score.value) for each in recorded_scores(root)] == [(2, 1.5)]
         assert steps(root) == [2]
     assert (tmp_path / "2" / "manifest.json").read_bytes() == manifest
     assert newest_checkpoint(tmp_path).step == 2
     # a resumed run has it from the record
-    assert loss_of(tmp_path / "2") == (1.5, 64)
+    assert score_of(tmp_path / "2") == Score(1.5, 64)
 
 
 def test_a_resumed_run_goes_on_with_the_record(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_is_removed_set_aside_or_saved_again_is_not_the_best(tmp_path: Path
     # another state of that step, which was not evaluated
     save(saver, 3)
     assert best_step(tmp_path) == 2
-    assert loss_of(tmp_path / "3") is None
+    assert score_of(tmp_path / "3") is None
     shutil.rmtree(tmp_path / "2")
     assert best_step(tmp_path) == 1
     # going back removes what is newer, however good
@@ -150,9 +150,9 @@ def test_losses_over_other_text_than_the_newest_are_not_compared(tmp_path: Path)
     save(saver, 3, 3.0)
     save(saver, 4)
     assert best_step(tmp_path) == 2
-    saver.evaluated(HeldOutLoss(4.0, 4096))
+    saver.evaluated(Score(4.0, 4096))
     assert best_step(tmp_path) == 1
-    assert loss_of(tmp_path / "4") == (4.0, 4096)
+    assert score_of(tmp_path / "4") == Score(4.0, 4096)
     # of a record that does not tell
     path = tmp_path / HELD_OUT_FILE
     entries = json.loads(path.read_text())["checkpoints"]
@@ -162,6 +162,26 @@ def test_losses_over_other_text_than_the_newest_are_not_compared(tmp_path: Path)
     assert best_step(tmp_path) == 1
     save(saver, 5, 9.0)
     assert best_step(tmp_path) == 5
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("pass@1", 2), ("acc_norm", 2), ("word_perplexity", 3), ("bits_per_byte", 3)],
+)
+def test_the_best_row_is_the_highest_or_the_lowest(tmp_path: Path, metric: str, best: int) -> None:
+    by = f"zero-shot/group/task/{metric}"
+    saver = new_saver(tmp_path, keep=1)
+    save(saver, 1, 0.0)  # a held-out loss: of a time before evaluation.best_by was set
+    for step, value in ((2, 0.9), (3, 0.3), (4, 0.5)):
+        tensors = [whole("w", torch.full((4,), float(step)))]
+        saver.start(step, tensors, state={}, rank_state={}, score=Score(value, 100, by))
+        saver.wait()
+    assert steps(tmp_path) == [best, 4]
+    assert saver.best() == best_checkpoint(tmp_path)
+    assert score_of(tmp_path / str(best)) == Score(0.9 if best == 2 else 0.3, 100, by)
+    # over fewer examples it says nothing about the others
+    saver.evaluated(Score(0.4, 50, by))
+    assert best_step(tmp_path) == 4
 
 
 def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
@@ -202,16 +222,22 @@ def test_a_damaged_record_is_told_and_begun_anew(
     (tmp_path / HELD_OUT_FILE).write_text("[]")
     with pytest.raises(StateError, match=r"held_out.json: not a record of held-out losses"):
         best_checkpoint(tmp_path)
-    assert loss_of(tmp_path / "1") is None
+    assert score_of(tmp_path / "1") is None
     save(saver, 2, 3.0)
     assert best_step(tmp_path) == 2
     assert "not a record of held-out losses" in caplog.text
 
 
-def run_with(tmp_path: Path, *, keep_best: bool = True, loss: float | None = None) -> Path:
+def run_with(
+    tmp_path: Path,
+    *,
+    keep_best: bool = True,
+    loss: float | None = None,
+    evaluation: dict[str, str] | None = None,
+) -> Path:
     config = {
         "checkpoint": {"every_steps": 3, "keep_best": keep_best},
-        "evaluation": {"every_steps": 4},
+        "evaluation": {"every_steps": 4, **(evaluation or {})},
     }
     saver = new_saver(tmp_path / "run" / "checkpoints", keep_best=keep_best)
     save(saver, 3, loss, {"config": config})
@@ -248,6 +274,10 @@ def test_no_best_checkpoint_is_told_with_the_reason(
     shutil.rmtree(run)
     assert cli.main([*words, str(run_with(tmp_path, keep_best=False))]) == 2
     assert "because checkpoint.keep_best is false" in capsys.readouterr().err
+    shutil.rmtree(run)
+    by = {"best_by": "zero-shot/piqa/acc"}
+    assert cli.main([*words, str(run_with(tmp_path, evaluation=by))]) == 2
+    assert "by evaluation.best_by = zero-shot/piqa/acc: none" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

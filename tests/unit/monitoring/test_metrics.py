@@ -46,6 +46,15 @@ def test_a_domain_of_any_name_is_one_part_of_a_key_and_is_read_back(domain: str)
     assert member_of(BY_DOMAIN, "eval/loss") is None
 
 
+def test_a_row_of_a_suite_has_a_key_of_four_parts():
+    rows = "suite/*/*/*"
+    name = member_name(rows, "zero-shot", "mmlu/law", "acc,none", safe=",:")
+    assert name == "suite/zero-shot/mmlu%2Flaw/acc,none"
+    assert member_of(rows, name) == "zero-shot"
+    assert list(record(step=1, **{name: 0.5})) == ["step", name]
+    assert member_of(rows, member_name("suite/*/failures", "code")) is None
+
+
 def test_what_was_not_measured_is_left_out():
     assert record(step=1, loss=2.0, loss_scale=None) == {"step": 1, "loss": 2.0}
 

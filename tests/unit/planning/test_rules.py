@@ -26,6 +26,7 @@ SPANS = (
 )
 MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
 ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
+ROUTING = "evaluation.suites=[{name: routing}]"
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -110,6 +111,26 @@ CASES: list[tuple[str, Combination, Combination]] = [
             tensor=2,
         ),
         layout("optimizer.kind=muon", "optimizer.neuron_norm=true"),
+    ),
+    (
+        "best-by-a-suite-that-is-not-there",
+        layout(ROUTING, "evaluation.best_by=perplexity/all/bits_per_byte"),
+        layout(ROUTING, "evaluation.best_by=routing/all/overflow"),
+    ),
+    (
+        "code-suite-without-execution",
+        layout("evaluation.suites=[{name: code}]"),
+        layout("evaluation.suites=[{name: code}]", "evaluation.execute_code=true"),
+    ),
+    (
+        "reasoning-suite-in-training",
+        layout("evaluation.suites=[{name: reasoning}]"),
+        layout(ROUTING),
+    ),
+    (
+        "suites-in-stage-b",
+        reasoning(ROUTING, "training.stage=b", "stage_b.run=earlier"),
+        reasoning(ROUTING),
     ),
     ("muon-with-adapters", with_adapters(layout("optimizer.kind=muon")), with_adapters(layout())),
     (

@@ -21,6 +21,7 @@ from cdrmix.errors import (
     StateError,
     TrainingError,
 )
+from cdrmix.evaluation.suite import SUITES
 from cdrmix.sessions.preflight import check_start
 from tests.checkpoints import save_checkpoint
 from tests.conftest import TINY
@@ -58,6 +59,23 @@ def refusal(config: Config, kind: type[TrainingError], **given: Any) -> str:
         check(config, **given)
     assert type(caught.value) is kind
     return str(caught.value)
+
+
+def test_what_a_suite_lacks_is_told_before_the_start(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SUITES, "infill", ("tests.small_suites", "HeldOut"))
+    tasks = tmp_path / "tasks.jsonl"
+    config = small(data, f"evaluation.suites=[{{name: infill, tasks: {tasks}}}]")
+    assert refusal(config, DataError) == f"{tasks}: there is no such file of tasks"
+    tasks.touch()
+    check(config)
+    options = small(data, "evaluation.suites=[{name: infill, options: {windw: 8}}]")
+    assert refusal(options, ConfigError) == (
+        "evaluation.suites, infill: it has no options windw. Known: window"
+    )
+    code = small(data, "evaluation.suites=[{name: code}]")
+    assert "evaluation.execute_code = false" in refusal(code, PlanError)
 
 
 def test_a_start_that_can_become_a_run_is_let_through(data: Path, tmp_path: Path) -> None:
