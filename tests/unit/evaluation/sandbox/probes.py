@@ -64,15 +64,15 @@ FILES = {
     "race of symbolic links": Probe(
         "import threading, time\n"
         "open('plain', 'w').write('plain')\n"
-        "reached, until = False, time.monotonic() + 0.2\n"
+        "reached, until = False, 0.3  # of processor time, which a crowded machine gives too\n"
         "def swap():\n"
         "    turn = 0\n"
-        "    while time.monotonic() < until:\n"
+        "    while time.process_time() < until:\n"
         "        turn += 1\n"
         "        os.symlink('plain' if turn % 2 else {secret!r}, 'new')\n"
         "        os.rename('new', 'link')\n"
         "threading.Thread(target=swap).start()\n"
-        "while time.monotonic() < until and not reached:\n"
+        "while time.process_time() < until and not reached:\n"
         "    try:\n"
         "        reached = open('link').read() == 'secret'\n"
         "    except OSError:\n"
@@ -426,7 +426,7 @@ RIGHT = {
     "os.kill(os.getpid(), signal.SIGUSR1); assert got == [1, 1]",
     "its limits can be read": "import resource\n"
     "assert resource.getrlimit(resource.RLIMIT_CPU) == (1, 2)",
-    "set order and random numbers": "import random\n"
-    "assert (hash('a'), random.random()) == (hash('a'), random.Random(0).random())",
+    "the same random numbers each time": "import random\n"
+    "assert random.random() == random.Random(0).random()",
     "deep folders": "import os\nfor n in range(300): os.mkdir('d'); os.chdir('d')\n",
 }

@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from collections import Counter, OrderedDict, namedtuple
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_what_is_not_plain_does_not_cross():
     for value in (object(), nested, range(3), iter([]), len, {"a": object()}):
         with pytest.raises(NotPlain):
             encode_value(value)
+
+
+def test_keys_of_one_hash_are_refused_before_they_take_hours():
+    prime = sys.hash_info.modulus
+    numbers = [number * prime for number in range(1, 20_000)]
+    for kind, value in (("set", numbers), ("dict", [[number, 0] for number in numbers])):
+        with pytest.raises(NotPlain, match="keys of one hash"):
+            decode_value({"type": kind, "value": value})
+    assert len(decode_value(encode_value(set(range(-5000, 5000))))) == 10_000
 
 
 @pytest.mark.parametrize(
