@@ -22,7 +22,7 @@ def parse(arguments: list[str]) -> tuple[Asked, bool]:
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
-    parser = RankParser("Evaluate a trained model on many ranks.")
+    parser = RankParser(description="Evaluate a trained model on many ranks.", allow_abbrev=False)
     add_evaluation_flags(parser)
     layout = (
         "part of the layout, such as parallel.pipeline=2 or training.precision=bf16; repeatable"

@@ -30,7 +30,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
-    parser = RankParser("Train a CDRmix variant.")
+    parser = RankParser(description="Train a CDRmix variant.", allow_abbrev=False)
     add_config_flags(parser, required=False)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")

@@ -109,18 +109,21 @@ class Parser(argparse.ArgumentParser):
 
 
 class RankParser(argparse.ArgumentParser):
-    """Parser of one rank: takes what launchers add, and raises errors, for `main` to print once and
-    not on every rank."""
+    """Parser of one rank's command line, with the flags that launchers add to it.
 
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description, allow_abbrev=False)
+    It raises errors, for the script to print once and not on every rank.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """As argparse.ArgumentParser."""
+        super().__init__(**settings)
         # The environment holds the same numbers.
         for flag in ("--local_rank", "--local-rank"):
             self.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
         self.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError."""
+        """Raises ConfigError."""
         raise ConfigError(f"{message}. Try --help")
 
 
@@ -149,8 +152,8 @@ def at_least(lowest: int | float) -> Callable[[str], int | float]:
 def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --checkpoint, which is None where it is not given."""
     which = (
-        "`last`, the newest that is whole (default), `best`, that with the lowest held-out loss or "
-        "the best score by evaluation.best_by, or the step of one in the run directory"
+        "`last`, the newest that is whole (default), `best`, that with the lowest held-out loss, "
+        "or the step of one in the run directory"
     )
     parser.add_argument("--checkpoint", type=_which, metavar="best|last|STEP", help=which)
 
