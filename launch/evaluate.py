@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         log.configure(rank=runtime.environment_rank())
         asked, as_json = parse(arguments)
         # On every rank, so that each ends by itself, and before torch is imported.
-        checked_suite(asked)
+        suite = checked_suite(asked)
         if runtime.use_cpu():
             warning = unusable_devices(0)
             if warning and runtime.local_rank() == 0:
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
-        measured = evaluate_in_layout(asked)
+        measured = evaluate_in_layout(asked, suite)
 
         def tell() -> None:
             print_result(measured.result, as_json=as_json)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from cdrmix.data.document import FimOrder, arranged, draw_by_key, encoded_parts, fields_of
@@ -21,8 +20,7 @@ from cdrmix.data.token_dataset import Permutation
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.data.tokenizer_base import FIM_ROLES
 from cdrmix.errors import DataError
-from cdrmix.models.backbone import LanguageModel
-from cdrmix.models.generate import generate
+from cdrmix.evaluation.scoring import Prompt, Sampling, Scorer
 from cdrmix.monitoring.suite_results import bootstrap_interval
 
 ORDERS: tuple[FimOrder, ...] = ("psm", "spm")
@@ -129,32 +127,30 @@ def _around(
 
 
 def evaluate_infilling(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    scorer: Scorer,
     documents: Sequence[Sequence[int] | NDArray[np.int64]],
     *,
     num_examples: int = NUM_EXAMPLES,
-    window: int,
     seed: int = 0,
 ) -> list[Infilling]:
-    """Measures how many left-out lines a model writes exactly, in each order.
+    """Measures how many left-out lines a model writes exactly, in each order; collective.
 
     Args:
-        model: in any layout, whose ranks call this together.
         documents: tokens of held-out documents in their own order, without EOS.
         num_examples: most lines, each of another document (count).
-        window: tokens that the model was trained on at a time.
         seed: of the intervals; the lines are the same each time.
     Raises:
         DataError: if the tokenizer has no tokens for infilling, or fewer than two documents have a
             line to leave out.
     """
+    tokenizer = scorer.tokenizer
     if missing := [role for role in FIM_ROLES if role not in tokenizer.roles]:
         raise DataError(
             f"infilling cannot be evaluated: the tokenizer has no token for {', '.join(missing)}, "
             "so that the model was not trained to infill. Evaluate one whose data set was built "
             "with fim (docs/data.md)"
         )
+    window = scorer.max_length
     examples = line_examples(documents, tokenizer, num_examples=num_examples, window=window)
     if len(examples) < 2:
         raise DataError(
@@ -169,25 +165,35 @@ def evaluate_infilling(
         each._replace(suffix=other.suffix[: len(each.suffix)])
         for each, other in zip(examples, others, strict=True)
     ]
+    asked = [(each, order) for order in ORDERS for each in (*examples, *replaced)]
+    written = _written(scorer, asked).reshape(len(ORDERS), 2, len(examples))
     rows = []
-    for order in ORDERS:
-        right = [_is_written(model, tokenizer, example, order) for example in examples]
-        control = [_is_written(model, tokenizer, example, order) for example in replaced]
-        exact, other = (sum(each) / len(examples) for each in (right, control))
-        intervals = [bootstrap_interval(each, seed=seed) for each in (right, control)]
-        rows.append(Infilling(order, len(examples), exact, *intervals[0], other, *intervals[1]))
+    for order, (right, control) in zip(ORDERS, written, strict=True):
+        intervals = [bootstrap_interval(each.tolist(), seed=seed) for each in (right, control)]
+        shares = [float(each.mean()) for each in (right, control)]
+        rows.append(
+            Infilling(order, len(examples), shares[0], *intervals[0], shares[1], *intervals[1])
+        )
     return rows
 
 
-def _is_written(
-    model: LanguageModel, tokenizer: Tokenizer, example: Example, order: FimOrder
-) -> bool:
-    """Tells if the likeliest tokens are the line, but for blanks at its end."""
-    prompt = arranged(example.prefix, example.suffix, tokenizer, order)
-    ids = torch.tensor([[*tokenizer.prefix_ids, *prompt]], device=model.device)
-    most = example.num_tokens + _MORE_TOKENS
-    eos_id = tokenizer.eos_id
-    new = generate(model, ids, max_new_tokens=most, temperature=0, seed=0, stop_id=eos_id)
-    tokens = (token for token in new[0].tolist() if token != eos_id)
-    written = tokenizer.decode(tokens, continues=bool(example.prefix))
-    return written.rstrip() == example.line.rstrip()
+def _written(scorer: Scorer, asked: Sequence[tuple[Example, FimOrder]]) -> NDArray[np.bool_]:
+    """Tells of each if the likeliest tokens are the line, but for blanks at its end."""
+    tokenizer = scorer.tokenizer
+    found = np.zeros(len(asked), dtype=bool)
+    # Lines of one length together: room for a longer one would cut off the beginning of a prompt.
+    sizes = np.array([example.num_tokens for example, _ in asked])
+    for size in np.unique(sizes).tolist():
+        here = np.flatnonzero(sizes == size).tolist()
+        prompts = []
+        for number in here:
+            example, order = asked[number]
+            prompt = arranged(example.prefix, example.suffix, tokenizer, order)
+            prompts.append(Prompt([*tokenizer.prefix_ids, *prompt]))
+        most = Sampling(max_new_tokens=size + _MORE_TOKENS)
+        for number, new in zip(here, scorer.continue_prompts(prompts, most), strict=True):
+            example, _ = asked[number]
+            tokens = (token for token in new.tokens if token != tokenizer.eos_id)
+            text = tokenizer.decode(tokens, continues=bool(example.prefix))
+            found[number] = text.rstrip() == example.line.rstrip()
+    return found

@@ -74,6 +74,7 @@ class Continuation(NamedTuple):
     text: str
     num_tokens: int  # written, with what has ended it
     is_ended: bool  # False: cut off at the most new tokens
+    tokens: tuple[int, ...] = ()  # all that were written
 
 
 class _Turn(NamedTuple):
@@ -239,7 +240,7 @@ class Scorer:
             place += 1
         texts = [_before(self._text(written), sampling.until) for written in new]
         parts = zip(texts, new, ended, strict=True)
-        return [Continuation(text, len(written), end) for text, written, end in parts]
+        return [Continuation(text, len(ids), end, tuple(ids)) for text, ids, end in parts]
 
     def _first_tokens(self, rows: list[list[int]]) -> int:
         """Tokens that all rows read at once."""

@@ -97,18 +97,18 @@ def evaluate_whole(asked: Asked) -> Measured:
     return _measured(suite, asked, found, model, layout="one process", precision="fp32")
 
 
-def evaluate_in_layout(asked: Asked) -> Measured:
+def evaluate_in_layout(asked: Asked, suite: Suite) -> Measured:
     """Evaluates a model on all ranks, whose process group is there; collective.
 
     The layout is that of --set parallel.*, and else the one that cuts the model least.
 
+    Args:
+        suite: of `checked_suite`, which each rank asks before they meet.
     Returns:
         The same result on every rank.
     Raises:
-        TrainingError: with one message, on every rank, if suite, model, data or layout cannot be
-            used.
+        TrainingError: with one message, on every rank, if model, data or layout cannot be used.
     """
-    suite = runtime.together(lambda: checked_suite(asked))
     from cdrmix.evaluation.judged import find_model, judged
     from cdrmix.parallel.apply import build_model, join_experts
     from cdrmix.parallel.topology import make_topology

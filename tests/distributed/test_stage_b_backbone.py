@@ -117,10 +117,15 @@ def test_its_reasoning_is_evaluated_and_stored(
         main(["evaluate", "--suite", "reasoning", str(run_dir), "--examples", "1", "--json"]) == 0
     )
     printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((run_dir / "reasoning.json").read_text(encoding="utf-8"))
-    assert set(printed) == {"rows"} and printed["rows"]
-    for row in printed["rows"]:
-        assert set(row) == {"task", "length_ratio", "score", "backbone_score", "n"}
+    stored = json.loads((run_dir / "reasoning.json").read_text(encoding="utf-8"))
+    assert set(stored) == {"rows"} and stored["rows"]
+    assert [{name: row[name] for name in stored["rows"][0]} for row in printed["rows"]] == stored[
+        "rows"
+    ]
+    for row in stored["rows"]:
+        columns = {"task", "length_ratio", "score", "backbone_score", "n", "low", "high"}
+        assert set(row) == columns
+        assert row["low"] is row["high"] is None, "of a single text"
         assert 0 <= row["score"] <= 1 and 0 <= row["backbone_score"] <= 1 and row["n"] == 1
 
 

@@ -17,6 +17,7 @@ import pytest
 from cdrmix.cli import main
 from cdrmix.data.shards import read_manifest, verify_shards
 from tests.harness import RANK_ENVIRONMENT, ROOT, run_ranks
+from tests.launcher import launch
 from tests.small_run import CONFIG, arguments, start
 
 
@@ -72,26 +73,73 @@ def test_the_installed_command_prints_nothing_but_its_json(trained: Path) -> Non
 def test_evaluate_asks_for_lines_of_held_out_documents(trained: Path) -> None:
     words = ("evaluate", trained, "--suite", "infill", "--examples", "3")
     header, *rows = cdrmix(*words).stdout.splitlines()
-    assert header.split()[:3] == ["order", "lines", "exact"]
-    assert [row.split()[:2] for row in rows] == [["PSM", "3"], ["SPM", "3"]]
+    assert header.split()[:3] == ["task", "metric", "score"]
+    tasks = ["psm", "psm-other-suffix", "spm", "spm-other-suffix"]
+    assert [(row.split()[0], row.split()[-1]) for row in rows] == [(task, "3") for task in tasks]
     found = json.loads(cdrmix(*words, "--json").stdout)["infill"]
     assert [row["order"] for row in found] == ["psm", "spm"]
     told = cdrmix(*words, "--max-tokens", "9", code=2).stderr
-    assert "--suite infill goes with --examples, --data, --base and --weights alone" in told
+    assert "--max-tokens goes with --suite perplexity and routing" in told
 
 
 def test_evaluate_shows_a_table_of_one_checkpoint(trained: Path) -> None:
-    lines = cdrmix("evaluate", trained / "checkpoints" / "3", "--max-tokens", "128").stdout
-    table, domains, routing = lines.split("\n\n")
-    loss, perplexity, bits = table.splitlines()
-    assert [line.split()[0] for line in domains.splitlines()] == ["domain", "code"]  # of 128
-    header, *layers = routing.splitlines()
-    assert loss.startswith("loss  ")
-    assert loss.endswith("over 128 tokens")
-    assert (perplexity.split()[0], bits.split()[0]) == ("perplexity", "bits/byte")
-    assert header.startswith("layer ")
-    assert [line.split()[0] for line in layers] == ["0", "1"]
-    assert [line.count("%") for line in layers] == [1 + 8, 1 + 8]
+    words = ("evaluate", trained / "checkpoints" / "3", "--max-tokens", "128")
+    done = cdrmix(*words)
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["task", "metric", "score", "95", "%", "interval", "n"]
+    assert [row.split()[:2] for row in rows[:4]] == [
+        ["packed", "nats_per_token"],
+        ["packed", "perplexity"],
+        ["packed", "bits_per_byte"],
+        ["packed:code", "nats_per_token"],
+    ]
+    assert [row.split()[-1] for row in rows[:3]] == ["2"] * 3, "samples of 64 tokens"
+    assert rows[4].split()[:2] == ["documents", "nats_per_token"]
+    documents, state = rows[-2:]
+    assert documents.startswith("documents: windows of 64 tokens, stride 32, behind '<|eos|>'; ")
+    assert state.startswith("state of windows: ")
+    stored = trained / "evaluations" / "perplexity-3.json"
+    assert f"stored: {stored}" in done.stderr
+    assert json.loads(stored.read_text())["tokens"] == 128
+
+
+def test_evaluate_tells_routing_against_its_bounds(trained: Path) -> None:
+    lines = cdrmix("evaluate", trained, "--suite", "routing", "--max-tokens", "1000").stdout
+    rows = [line for line in lines.splitlines() if line.startswith("layer ")]
+    scores, checks = rows[:10], rows[10:]
+    assert [row.split()[1] for row in scores] == ["0"] * 5 + ["1"] * 5
+    assert [check.split(":")[0] for check in checks] == ["layer 0", "layer 0", "layer 1", "layer 1"]
+    assert all(" the bound " in check for check in checks)
+
+
+def test_texts_of_files_are_compared_by_bits_per_byte(trained: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\nprint(os.name)\n" * 20)
+    words = ("evaluate", trained, "--tasks", text, "--option", "stride=64", "--json")
+    found = json.loads(cdrmix(*words).stdout)
+    assert found["settings"]["bytes"] == len(text.read_text())
+    assert {row["task"] for row in found["rows"]} >= {"documents", "documents-carried"}
+    assert "loss" not in found, "no held-out text of the data set was read"
+
+
+def test_the_deepspeed_launcher_evaluates_a_run_in_another_layout(
+    trained: Path, tmp_path: Path
+) -> None:
+    script = ROOT / "launch" / "evaluate.py"
+    words = [script, trained, "--set", "parallel.pipeline=2", "--max-tokens", "256"]
+    out = tmp_path / "result.json"
+    done = launch([*words, "--out", out], nproc=2, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["settings"]["layout"] == "pipeline 2, pipeline"
+    alone = json.loads(cdrmix("evaluate", trained, "--max-tokens", "256", "--json").stdout)
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    for here, there in zip(found["rows"], alone["rows"], strict=True):
+        assert here["score"] == pytest.approx(there["score"], rel=1e-6)
+    assert "packed" in done.stdout  # the table, once
+    assert done.stdout.count("bits_per_byte") == sum(
+        row["metric"] == "bits_per_byte" for row in found["rows"]
+    )
 
 
 def test_generate_goes_on_from_the_prompt_and_repeats_by_seed(trained: Path) -> None:

@@ -88,8 +88,8 @@ def checked_tasks(tasks: Sequence[CodeTask], *, level: LevelName) -> list[CodeTa
     ):
         if not verdict.passed:
             raise DataError(
-                f"{task.place}: the solution of {task.name} fails its own tests ({_told(verdict)}"
-                f"{_first_fault(task, verdict)}). Mend the task, or take it out of the file"
+                f"{task.place}: the solution of {task.name} fails its own tests "
+                f"({_told(verdict)}). Mend the task, or take it out of the file"
             )
     return ready
 
@@ -113,14 +113,6 @@ def _with_cases(task: CodeTask, level: LevelName, limits: Limits) -> CodeTask:
 
 def _told(verdict: Verdict) -> str:
     return ": ".join(part for part in (verdict.kind, verdict.error, verdict.message) if part)
-
-
-def _first_fault(task: CodeTask, verdict: Verdict) -> str:
-    """Words about the first case that has a wrong answer."""
-    for case, answer in zip(task.cases, verdict.answers, strict=False):
-        if not case.is_right(answer):
-            return f"; {case.expression:.80} is {answer.error or repr(answer.value):.80}"
-    return ""
 
 
 def judge(

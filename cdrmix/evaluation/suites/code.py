@@ -102,8 +102,8 @@ class Code:
         of tasks is wrong, or the machine has no such sandbox."""
         if not request.execute_code:
             raise ConfigError(
-                "the suite code runs programs that the model writes, in a sandbox, which nobody "
-                "has allowed. Give --execute-code, or in a run's configuration "
+                "the suite code runs programs that the model writes, in a sandbox, and only where "
+                "that is asked for. Give --execute-code, or in a run's configuration "
                 "evaluation.execute_code: true"
             )
         Options.of(request.options)
@@ -131,6 +131,7 @@ class Code:
 
         sandbox, sets = runtime.first_rank_does(prepare)
         scorer = Scorer.of(judged)
+        cut = _count_cut(scorer, sets, options)
         rows = []
         verdicts: dict[str, dict[str, int]] = {}
         passed: dict[str, dict[str, int]] = {}
@@ -158,7 +159,7 @@ class Code:
             step=judged.step,
             weights=judged.weights,
             settings=_settings(sets, options, request, scorer, sandbox),
-            details={"verdicts": verdicts, "passed": passed},
+            details={"verdicts": verdicts, "passed": passed, "cut_prompts": cut},
         )
 
 
@@ -182,13 +183,6 @@ def _draw(
             for tokens in (_prompt_tokens(task, options, scorer),)
             for number in range(options.samples)
         ]
-        cut = {each.key for each in prompts if len(each.tokens) > scorer.max_length - room}
-        if cut:
-            logger.warning(
-                "code: %d of %d prompts lose their beginning: they are longer than %d tokens, "
-                "which %d tokens of an input leave beside %d new ones",
-                *(len(cut), len(alike), scorer.max_length - room, scorer.max_length, room),
-            )
         sampling = Sampling(
             max_new_tokens=room,
             until=stops,
@@ -199,6 +193,20 @@ def _draw(
         for prompt, new in zip(prompts, scorer.continue_prompts(prompts, sampling), strict=True):
             drawn.setdefault(prompt.key, []).append(Sample(new.text, not new.is_ended))
     return drawn
+
+
+def _count_cut(scorer: Scorer, sets: Sequence[TaskSet], options: Options) -> int:
+    """Counts prompts that lose their beginning, and warns of them."""
+    whole = [task for each in sets for task in each.tasks]
+    room = scorer.max_length - _new_tokens(options, scorer)
+    cut = sum(len(_prompt_tokens(task, options, scorer)) > room for task in whole)
+    if cut:
+        logger.warning(
+            "code: %d of %d prompts lose their beginning: an input has %d tokens, %d of them for "
+            "the answer. Give fewer max_new_tokens, or a model of longer sequences",
+            *(cut, len(whole), scorer.max_length, scorer.max_length - room),
+        )
+    return cut
 
 
 def _prompt_tokens(task: CodeTask, options: Options, scorer: Scorer) -> list[int]:

@@ -34,6 +34,7 @@ class Infill:
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
         """Measures the lines in both orders, each with its control."""
         from cdrmix.evaluation.infilling import NUM_EXAMPLES, evaluate_infilling
+        from cdrmix.evaluation.scoring import Scorer
 
         if judged.data is None:
             raise DataError(judged.no_data)
@@ -45,11 +46,9 @@ class Infill:
             )
         documents = runtime.together(partial(held_out_documents, judged.data))
         found = evaluate_infilling(
-            judged.model,
-            judged.tokenizer,
+            Scorer.of(judged),
             [each.tokens for each in documents],
             num_examples=request.limit or NUM_EXAMPLES,
-            window=judged.max_length,
             seed=request.seed,
         )
         rows = []

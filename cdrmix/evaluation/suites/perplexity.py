@@ -289,6 +289,8 @@ def _of_files(judged: Judged, place: Path, request: Request) -> _Documents:
 
 def _order(count: int, request: Request) -> list[int]:
     """Numbers of documents in an order that the seed fixes."""
+    if not count:
+        return []
     numbers: list[int] = Permutation(count, (request.seed,))(np.arange(count)).tolist()
     return numbers
 

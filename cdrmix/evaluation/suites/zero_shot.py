@@ -17,10 +17,7 @@ from typing import Any
 from cdrmix.errors import DataError, TrainingError
 from cdrmix.evaluation.suite import Judged, Request
 from cdrmix.evaluation.suites.local_tasks import LocalTask, find_tasks, write_stubs
-from cdrmix.log import get_logger
 from cdrmix.monitoring.suite_results import Row, SuiteResult, bootstrap_interval
-
-logger = get_logger(__name__)
 
 _MMLU = "mmlu_"
 
@@ -30,8 +27,7 @@ class ZeroShot:
 
     def check(self, request: Request) -> None:
         """Raises DataError with what is missing, or ConfigError without lm_eval. No torch."""
-        tasks = find_tasks(request.tasks)
-        logger.info("zero-shot: %s", ", ".join(task.name for task in tasks))
+        find_tasks(request.tasks)
 
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
         """Judges a model; collective over the ranks of its layout, equal on all of them."""

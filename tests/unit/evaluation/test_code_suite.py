@@ -136,9 +136,12 @@ def test_a_model_that_knows_a_task_passes_it(trained: Judged, tasks: Path) -> No
     assert len(named["task_digests"]["two"]) == 64
     assert json.loads(json.dumps(result.as_json()))["verdicts"]["two"]["passed"] == 6
     assert (result.source, result.step) == ("here", 3)
+    assert result.details["cut_prompts"] == 0
 
 
-def test_an_untrained_model_passes_nothing(untrained: Judged) -> None:
+def test_an_untrained_model_passes_nothing(
+    untrained: Judged, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {"samples": 2, "k": 1, "max_new_tokens": 8}
     request = Request(execute_code=True, limit=4, options=options)
     result = Code().measure(untrained, request)
@@ -147,6 +150,8 @@ def test_an_untrained_model_passes_nothing(untrained: Judged) -> None:
     assert 0 <= scores["compile_rate"] < 1
     assert scores["empty"] + scores["truncated"] > 0.5
     assert sum(result.details["verdicts"]["cdrmix"].values()) == 8
+    assert result.details["cut_prompts"] == 4, "an input has 64 tokens"
+    assert "code: 4 of 4 prompts lose their beginning" in caplog.text
     assert {row.task for row in result.rows} == {
         "cdrmix",
         *(f"cdrmix grade {grade}" for grade in (1, 2, 3, 4)),
@@ -169,14 +174,6 @@ def test_a_sample_is_its_own_draw(untrained: Judged, tasks: Path) -> None:
     assert alone == {"halve": whole["halve"][:2]}
     assert drawn(untrained, two.tasks[::-1]) == whole
     assert drawn(untrained, two.tasks, seed=1)["halve"] != whole["halve"]
-
-
-def test_prompts_too_long_for_an_input_are_told(
-    untrained: Judged, caplog: pytest.LogCaptureFixture
-) -> None:
-    (own,) = read_sets(None, limit=2)
-    drawn(untrained, own.tasks, samples=2)
-    assert "code: 2 of 2 prompts lose their beginning" in caplog.text
 
 
 def test_a_fenced_task_shows_the_prompt_in_a_fence(tasks: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
             HUMAN_EVAL | {"canonical_solution": "    return x\n"},
             r"line 1: the solution of HumanEval/0 fails its own tests \(wrong: AssertionError",
         ),
-        (OWN | {"cases": [[[3], 7]]}, r"of twice fails its own tests .*; twice\(3\) is 6\)"),
+        (OWN | {"cases": [[[3], 7]]}, r"of twice fails its own tests \(wrong: twice\(3\) is 6\)"),
         (
             HUMAN_EVAL_PLUS | {"plus_input": [[None], [3]]},
             r"of HumanEval/700 gives no value for spread\(3\) \(TypeError\)",
@@ -394,5 +394,16 @@ def test_verdicts_of_samples_are_told_apart() -> None:
     assert [each.verdict.passed for each in found[4:]] == [False, False, True]
     # what stood behind a whole program was cut off, and not the program
     assert [each.is_truncated for each in found] == [False] * 5 + [True, False]
-    assert judge([asked], {"t": samples}, workers=4)["t"][0].verdict.kind == "passed"
+    kinds = [each.verdict.kind for each in judge([asked], {"t": samples}, workers=4)["t"]]
+    assert kinds == [each.verdict.kind for each in found]
     assert STYLES == ("completion", "fenced")
+
+
+def test_an_answer_that_is_equal_to_everything_fails() -> None:
+    """Values are compared outside of its process; the control compares them inside."""
+    asked = task(cases=(Case("f(2)", 4),))
+    inside = task(tests="assert f(2) == 4")
+    samples = [Sample('    return type("A", (), {"__eq__": lambda a, b: True})()\n')]
+    outside = judge([asked], {"t": samples})["t"][0].verdict
+    assert (outside.kind, outside.error) == ("error", "NotPlain")
+    assert judge([inside], {"t": samples})["t"][0].verdict.passed

@@ -15,6 +15,7 @@ from cdrmix.data.document import Document, FimConfig, rearranged
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.evaluation.infilling import evaluate_infilling, line_examples
+from cdrmix.evaluation.scoring import Scorer
 from cdrmix.evaluation.suite import Judged, Request
 from cdrmix.evaluation.suites.infill import Infill
 from cdrmix.models.backbone import Backbone
@@ -85,7 +86,7 @@ def held_out(tokenizer: Tokenizer, count: int = 16) -> list[list[int]]:
 def test_a_model_that_reads_the_suffix_does_worse_with_that_of_another(
     trained: Backbone, tokenizer: Tokenizer
 ) -> None:
-    rows = evaluate_infilling(trained, tokenizer, held_out(tokenizer), window=32)
+    rows = evaluate_infilling(Scorer(trained, tokenizer, 32, 8), held_out(tokenizer))
     assert [row.order for row in rows] == ["psm", "spm"]
     for row in rows:
         assert row.examples == 16
@@ -95,7 +96,7 @@ def test_a_model_that_reads_the_suffix_does_worse_with_that_of_another(
         assert row.other_low <= row.other_suffix <= row.other_high < row.low
     untrained = Backbone(trained.config)
     untrained.initialize(seed=0)
-    rows = evaluate_infilling(untrained, tokenizer, held_out(tokenizer, 4), window=32)
+    rows = evaluate_infilling(Scorer(untrained, tokenizer, 32, 8), held_out(tokenizer, 4))
     assert max(row.exact for row in rows) == 0
 
 
@@ -116,12 +117,12 @@ def test_a_line_comes_with_as_much_around_it_as_fits(tokenizer: Tokenizer) -> No
 
 def test_what_cannot_be_evaluated_is_told(trained: Backbone, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="of 1 held-out documents 1 have a line that fits"):
-        evaluate_infilling(trained, tokenizer, held_out(tokenizer, 1), window=32)
+        evaluate_infilling(Scorer(trained, tokenizer, 32, 8), held_out(tokenizer, 1))
     roles = tokenizer.roles
     try:
         tokenizer.roles = {"thought": 1}
         with pytest.raises(DataError, match="no token for fim_prefix, fim_suffix, fim_middle"):
-            evaluate_infilling(trained, tokenizer, held_out(tokenizer), window=32)
+            evaluate_infilling(Scorer(trained, tokenizer, 32, 8), held_out(tokenizer))
     finally:
         tokenizer.roles = roles
 

@@ -45,7 +45,8 @@ def export(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held_out(folder: Path, run: Path) -> Path:
     """A data set in the tokens of a run, of 200 tokens."""
     text = (run / "tokenizer.json").read_bytes()
-    ids = [[(7 * i * i + 3) % VOCABULARY for i in range(100)], [5] * 99]
+    numbers = [20 + (7 * i * i + 3) % (VOCABULARY - 20) for i in range(99)]
+    ids = [[*numbers, 0], [*[50] * 98, 0]]  # each ends with EOS
     splits = {"train": [[1, 2]], "validation": ids}
     return write_token_folder(folder, splits, vocab_size=VOCABULARY, tokenizer_file=text)
 
