@@ -5,23 +5,15 @@ deepspeed launch/evaluate.py RUN_DIR --suite zero-shot --tasks TASKS --set paral
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
-from typing import NoReturn
 
 from cdrmix import log, runtime
 from cdrmix.cluster.probe import unusable_devices
-from cdrmix.errors import EXIT_DONE, EXIT_FAULT, ConfigError, TrainingError
+from cdrmix.errors import EXIT_DONE, EXIT_FAULT, TrainingError
 from cdrmix.sessions.evaluation import Asked, checked_suite, evaluate_in_layout, keep
 from cdrmix.verbs.evaluate_verb import add_evaluation_flags, asked_of, print_result
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors of the command line, for `main` to print once and not on every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. Try --help")
+from cdrmix.verbs.flags import RankParser
 
 
 def parse(arguments: list[str]) -> tuple[Asked, bool]:
@@ -30,7 +22,7 @@ def parse(arguments: list[str]) -> tuple[Asked, bool]:
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
-    parser = _Parser(description="Evaluate a trained model on many ranks.", allow_abbrev=False)
+    parser = RankParser(description="Evaluate a trained model on many ranks.", allow_abbrev=False)
     add_evaluation_flags(parser)
     layout = (
         "part of the layout, such as parallel.pipeline=2 or training.precision=bf16; repeatable"
@@ -39,10 +31,6 @@ def parse(arguments: list[str]) -> tuple[Asked, bool]:
         "--set", metavar="PATH=VALUE", dest="overrides", action="append", default=[], help=layout
     )
     parser.add_argument("--profile", help="DeepSpeed profile, such as zero3; else chosen")
-    # Launchers add these to every rank's command line; the environment holds the same numbers.
-    for flag in ("--local_rank", "--local-rank"):
-        parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     asked = asked_of(parser, args)
     return replace(asked, overrides=tuple(args.overrides), profile=args.profile), args.json

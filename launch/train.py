@@ -9,7 +9,6 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from cdrmix import log, runtime
 from cdrmix.cluster.devices import device_kind
@@ -20,16 +19,9 @@ from cdrmix.cluster.start_records import command_of_user
 from cdrmix.cluster.starts import StartUp, end_of_run
 from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
-from cdrmix.errors import EXIT_DONE, EXIT_FAULT, ConfigError, TrainingError
+from cdrmix.errors import EXIT_DONE, EXIT_FAULT, TrainingError
 from cdrmix.sessions.preflight import check_start
-from cdrmix.verbs.flags import add_config_flags
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors of the command line, for `main` to print once and not on every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. Try --help")
+from cdrmix.verbs.flags import RankParser, add_config_flags
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,7 +30,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
-    parser = _Parser(description="Train a CDRmix variant.", allow_abbrev=False)
+    parser = RankParser(description="Train a CDRmix variant.", allow_abbrev=False)
     add_config_flags(parser, required=False)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
@@ -49,10 +41,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="auto: newest good checkpoint in --run-dir; PATH: a run directory or checkpoint",
     )
     parser.add_argument("--max-steps", type=int, help="short for --set training.max_steps=N")
-    # Launchers add these to every rank's command line; the environment holds the same numbers.
-    for flag in ("--local_rank", "--local-rank"):
-        parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

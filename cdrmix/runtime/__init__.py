@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cdrmix.network import free_port
 from cdrmix.runtime.environment import (
     cache_dir,
+    download_nothing,
     encode_on_one_core,
     end_with_launcher,
     environment_rank,
@@ -67,6 +68,7 @@ __all__ = [
     "cache_dir",
     "describe_environment",
     "destroy_distributed",
+    "download_nothing",
     "encode_on_one_core",
     "device",
     "device_memory_gib",

@@ -137,6 +137,12 @@ def encode_on_one_core() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def download_nothing() -> None:
+    """Tells the packages of Hugging Face to stay offline, which ask when they are imported."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ.setdefault(name, "1")
+
+
 def take_place(rank: int, world_size: int, port: int) -> None:
     """Makes this process a rank of a world on this machine, by the variables a launcher sets."""
     for name, value in zip(_TARGETS, (rank, world_size, rank, world_size), strict=True):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from cdrmix.errors import ConfigError
+
 # argparse has no public name for it, and its class cannot be indexed where Python runs.
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -104,6 +106,25 @@ class Parser(argparse.ArgumentParser):
                 given = shlex.quote(f"{key}={value or 'VALUE'}")
                 meant[name.replace("_", "-")] = f"Did you mean --set {given}?"
         return meant
+
+
+class RankParser(argparse.ArgumentParser):
+    """Parser of one rank's command line, with the flags that launchers add to it.
+
+    It raises errors, for the script to print once and not on every rank.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """As argparse.ArgumentParser."""
+        super().__init__(**settings)
+        # The environment holds the same numbers.
+        for flag in ("--local_rank", "--local-rank"):
+            self.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
+        self.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(f"{message}. Try --help")
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

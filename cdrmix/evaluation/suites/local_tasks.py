@@ -162,7 +162,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _wanted() -> str:
-    """What can be put into a folder of tasks, as lines."""
+    """Lines that say which files a folder of tasks can have."""
     lines = ["  NAME.yaml, a task of lm-eval with dataset_path: json and data_files of local files"]
     return "\n".join(lines + [f"  {each.task}: {each.published}" for each in FORMATS])
 

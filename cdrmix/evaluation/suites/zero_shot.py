@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,12 +73,12 @@ def run_tasks(model: Any, tasks: Sequence[LocalTask], *, limit: int | None, seed
     Raises:
         DataError: if a definition and its data do not go together.
     """
-    _stay_offline()
+    from cdrmix import runtime
+
+    runtime.download_nothing()
     import lm_eval
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
-
-    from cdrmix import runtime
 
     with tempfile.TemporaryDirectory(prefix="cdrmix-zero-shot-") as folder, _quiet():
 
@@ -127,12 +126,6 @@ def _loaded(manager: Any, task: LocalTask, seed: int) -> Any:
         made.set_config(key="num_fewshot", value=0)
     made.set_fewshot_seed(seed=seed)
     return made
-
-
-def _stay_offline() -> None:
-    """Tells the packages of Hugging Face, which ask when they are imported, to download nothing."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        os.environ.setdefault(name, "1")
 
 
 @contextlib.contextmanager
