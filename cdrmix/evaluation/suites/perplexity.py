@@ -308,7 +308,9 @@ def _document_rows(
     ways = {"documents": read}
     longer = np.flatnonzero(documents.num_tokens > window)
     state = "carried and reset"
-    if not carries_state(judged.model.config):
+    if judged.model.config.kind == "hf":
+        state = "reset: the state of a Hugging Face model is not carried"
+    elif not carries_state(judged.model.config):
         state = "reset: the model has no recurrent state that can be carried"
     elif not len(longer):
         state = f"reset: no document has more tokens than a window of {window:,}"
