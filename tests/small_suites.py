@@ -20,10 +20,9 @@ MADE = {2: 0.2, 4: 0.9, 6: 0.5, 8: 0.1}
 
 
 class HeldOut:
-    """Loss on a few held-out tokens, a draw from each generator, and a made score.
+    """Loss on a few held-out tokens, a draw from each generator, and a made score."""
 
-    The name of the task file, where there is one, names a step: before it, the suite fails.
-    """
+    options = {"window": "tokens of an input"}
 
     def check(self, request: Request) -> None:
         """Raises DataError where the task file is missing."""

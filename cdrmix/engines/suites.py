@@ -6,6 +6,7 @@ states of all random generators and the mode of the model are afterwards what th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +28,7 @@ from cdrmix.evaluation.suite import Judged, conditions, request_in_training, sui
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.monitoring.metrics import member_name
-from cdrmix.monitoring.suite_results import SuiteResult, store_result
+from cdrmix.monitoring.suite_results import RESULTS_FOLDER, SuiteResult, store_result
 from cdrmix.optimizers.average import has_average
 from cdrmix.parallel.apply import for_inference
 
@@ -35,9 +36,9 @@ logger = get_logger(__name__)
 
 # Ranks that fail alike do so within seconds of each other.
 _SECONDS_TO_FAIL = 60.0
-_LOGGED_ROWS = 20
+_LOGGED_ROWS = 10
 # Letters of tasks and metrics that stand as they are in a key, as of pass@1.
-_PLAIN = "@,+"
+_PLAIN = "@,+:"
 
 
 class Budget:
@@ -252,7 +253,8 @@ class Suites:
             for line in lines[: 1 + _LOGGED_ROWS]:
                 logger.info("  %s", line.rstrip())
             if more := len(lines[1 + _LOGGED_ROWS :]):
-                logger.info("  and %d more rows in %s", more, run.directory.path)
+                place = run.directory.path / RESULTS_FOLDER
+                logger.info("  and %d more lines; all scores are in %s", more, place)
         if trained.suite == self._settings.best_suite:
             self._take_score(run, trained)
 
@@ -268,6 +270,8 @@ class Suites:
                     "checkpoint is the best. It has %s",
                     *(wanted, ", ".join(by_name)),
                 )
+            return
+        if not math.isfinite(row.score):
             return
         score = Score(row.score, row.n, wanted)
         run.evaluated = (run.step, score)

@@ -48,7 +48,7 @@ def test_a_domain_of_any_name_is_one_part_of_a_key_and_is_read_back(domain: str)
 
 def test_a_row_of_a_suite_has_a_key_of_four_parts():
     rows = "suite/*/*/*"
-    name = member_name(rows, "zero-shot", "mmlu/law", "acc,none", safe=",")
+    name = member_name(rows, "zero-shot", "mmlu/law", "acc,none", safe=",:")
     assert name == "suite/zero-shot/mmlu%2Flaw/acc,none"
     assert member_of(rows, name) == "zero-shot"
     assert list(record(step=1, **{name: 0.5})) == ["step", name]

@@ -70,6 +70,10 @@ def test_what_a_suite_lacks_is_told_before_the_start(
     assert refusal(config, DataError) == f"{tasks}: there is no such file of tasks"
     tasks.touch()
     check(config)
+    options = small(data, "evaluation.suites=[{name: infill, options: {windw: 8}}]")
+    assert refusal(options, ConfigError) == (
+        "evaluation.suites, infill: it has no options windw. Known: window"
+    )
     code = small(data, "evaluation.suites=[{name: code}]")
     assert "evaluation.execute_code = false" in refusal(code, PlanError)
 
