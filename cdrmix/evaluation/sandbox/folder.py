@@ -1,21 +1,23 @@
 """Folder of a program: measured while it runs, emptied after it.
 
-A program can nest folders deeper than a path can name, and close them to their owner. Emptying
-works nevertheless, as it moves what a folder holds up instead of going down.
+A program can nest folders deeper than a path can name, and close them to their owner. Emptying goes
+down and up by descriptors, one at a time.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import secrets
 from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_folder_larger(folder: str, most_bytes: int, most_files: int) -> bool:
     """True if the files of a folder take more than `most_bytes`, or are more than `most_files`.
 
-    Stops at the first that is too much. What vanishes meanwhile, or is nested too deeply to be
-    named, counts nothing.
+    True too if folders are nested deeper than a path can name. Stops at the first that is too much.
+    What vanishes meanwhile counts nothing.
     """
     left_bytes, left_files = most_bytes, most_files
     waiting = [folder]
@@ -29,8 +31,9 @@ def is_folder_larger(folder: str, most_bytes: int, most_files: int) -> bool:
                         return True
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return True
     return False
 
 
@@ -40,20 +43,43 @@ def empty_folder(folder: str) -> None:
     Raises:
         OSError: something cannot be removed.
     """
-    while entries := list(os.scandir(folder)):
+    here = os.open(folder, _FOLDER)
+    try:
+        above: list[tuple[str, list[str]]] = []  # name of a folder, folders beside it still to do
+        inner = _remove_files(here)
+        while inner or above:
+            if inner:
+                name = inner.pop()
+                os.chmod(name, 0o700, dir_fd=here)
+                above.append((name, inner))
+                here = _replaced(here, name)
+                inner = _remove_files(here)
+            else:
+                name, inner = above.pop()
+                here = _replaced(here, "..")
+                os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _replaced(here: int, name: str) -> int:
+    """Descriptor of a folder in or above another one, which is closed."""
+    try:
+        return os.open(name, _FOLDER, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _remove_files(folder: int) -> list[str]:
+    """Removes all but the folders; returns the names of those."""
+    folders = []
+    with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for name in os.listdir(entry.path):
-                inner = os.path.join(entry.path, name)
-                if os.path.isdir(inner) and not os.path.islink(inner):
-                    os.chmod(inner, 0o700)  # moving a folder changes its link to the one above
-                    os.rename(inner, os.path.join(folder, secrets.token_hex(8)))
-                else:
-                    os.unlink(inner)
-            os.rmdir(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+    return folders
 
 
 def remove_folder(folder: Path) -> None:

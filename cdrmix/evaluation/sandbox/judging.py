@@ -103,8 +103,15 @@ def _compared(program: Program, answers: tuple[Answer, ...]) -> tuple[Kind, obje
             return "memory", answer.error, f"for {case.expression}"
         if answer.error:
             return "error", answer.error, f"for {case.expression}"
-        return "wrong", "", f"{case.expression} is {answer.value!r:.80}"
+        return "wrong", "", f"{case.expression} is {_shown(answer.value)}"
     return "passed", "", ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_LONGEST_NAME]
+    except ValueError:  # Python does not write integers of more than 4,300 digits
+        return "an integer too long to be shown"
 
 
 def _answer_of(line: dict[str, Any]) -> Answer:

@@ -25,7 +25,7 @@ from cdrmix.evaluation.sandbox.seccomp import ARCHITECTURE, has_seccomp
 
 SOURCES = Path(__file__).resolve().parents[3]
 # That of a virtual environment's, which needs no folder of the environment.
-INTERPRETER = sys._base_executable
+INTERPRETER: str = getattr(sys, "_base_executable", sys.executable)
 _BWRAP_TRIAL_SECONDS = 20
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 # Read by Python and the C library themselves: time zones, encodings, where libraries are.

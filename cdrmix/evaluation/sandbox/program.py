@@ -92,6 +92,9 @@ class Limits:
         answer_bytes: JSON of all values of the two-process mode.
         packages: installed packages that programs may import beside the standard library, such
             as ("numpy",).
+
+    Raises:
+        ValueError: a limit is not positive, or cpu_seconds not whole.
     """
 
     cpu_seconds: int = 3
@@ -103,6 +106,15 @@ class Limits:
     threads: int = 64
     answer_bytes: int = 1 << 20
     packages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name != "packages"}
+        for name, value in numbers.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"limits: {name} is {value}; it has to be more than 0")
+        # The kernel takes whole seconds, and a fraction would be cut off without a word.
+        if self.cpu_seconds != int(self.cpu_seconds):
+            raise ValueError(f"limits: cpu_seconds is {self.cpu_seconds}, not whole seconds")
 
 
 @dataclass(frozen=True)

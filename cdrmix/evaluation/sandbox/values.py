@@ -13,6 +13,7 @@ from typing import Any
 _DEEPEST = 100
 # Above it, JSON's decimal digits take time that grows with their square.
 _LONGEST_DECIMAL_BITS = 1024
+_FEW = 1000
 
 
 class NotPlain(Exception):
@@ -91,8 +92,19 @@ def _decode_tagged(kind: str, value: Any, depth: int) -> Any:
         real, imaginary = value
         return complex(real, imaginary)
     if kind == "dict":
-        return {decode_value(key, depth): decode_value(item, depth) for key, item in value}
+        pairs = [(decode_value(key, depth), decode_value(item, depth)) for key, item in value]
+        _refuse_collisions([key for key, _ in pairs])
+        return dict(pairs)
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in kinds:
         raise NotPlain(f"of the type {kind!r}"[:80])
-    return kinds[kind](decode_value(item, depth) for item in value)
+    items = [decode_value(item, depth) for item in value]
+    if kind != "tuple":
+        _refuse_collisions(items)
+    return kinds[kind](items)
+
+
+def _refuse_collisions(keys: list[Any]) -> None:
+    """Refuses keys that were chosen to have one hash: a set of them takes hours to be made."""
+    if len(keys) > _FEW and 2 * len({hash(key) for key in keys}) < len(keys):
+        raise NotPlain("keys of one hash")

@@ -57,15 +57,22 @@ class Worker:
         self._is_ready = self._is_closed = False
         self.folder = Path(tempfile.mkdtemp(prefix="cdrmix-sandbox-"))
         self._errors = os.memfd_create("errors")
-        self._process = subprocess.Popen(
-            zygote_command(self._level, self.folder, self._reach),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=self.folder,
-            env=_ENVIRONMENT,
-            start_new_session=True,  # Ctrl-C goes to the host, which ends it in order
-        )
+        try:
+            self._process = subprocess.Popen(
+                zygote_command(self._level, self.folder, self._reach),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=self.folder,
+                env=_ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C goes to the host, which ends it in order
+            )
+        except OSError as error:
+            remove_folder(self.folder)
+            os.close(self._errors)
+            raise InfrastructureError(
+                f"sandbox {self._level}: no process could be started: {error}"
+            ) from error
         assert self._process.stdin and self._process.stdout
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         reach = self._reach

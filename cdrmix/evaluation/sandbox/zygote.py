@@ -29,7 +29,7 @@ _INPUT, _OUTPUT, _RULES, _REPORT = 100, 101, 102, 103
 _REPORT_OF_PROGRAM = 3
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4
 _SECONDS_BETWEEN_LOOKS = 0.1
-_MOST_FILES = 10_000
+_MOST_FILES = 1000
 # Imported once for all programs: those that tasks use most.
 _USUAL_MODULES = (
     "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",
@@ -117,6 +117,7 @@ class Zygote:
             ended_by = watch.wait()
         finally:
             status, used = _kill_and_reap(process)
+        wall_seconds = time.monotonic() - began
         report = watch.rest_of_report()
         os.close(reader)
         empty_folder(self._folder)
@@ -126,7 +127,7 @@ class Zygote:
             "status": status,
             "ended_by": ended_by,
             "cpu_seconds": used.ru_utime + used.ru_stime,
-            "wall_seconds": time.monotonic() - began,
+            "wall_seconds": wall_seconds,
             "report": report.decode("latin-1"),
         }
         send_message(_OUTPUT, reply)
