@@ -185,6 +185,23 @@ def _is_begun(text: str) -> bool:
     return False
 
 
+def test_examples_before_a_question_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    data_of(tmp_path / "rows.jsonl")
+    definition(tmp_path, "shots", "rows.jsonl", num_fewshot=2, fewshot_split="test")
+    contexts: list[list[str]] = []
+
+    def noted(context: str, _: str) -> bool:
+        contexts[-1].append(context)
+        return True
+
+    for seed in (0, 0, 1):
+        contexts.append([])
+        found = run_tasks(oracle(noted), find_tasks(tmp_path), limit=3, seed=seed)
+        assert found.tasks["shots"]["num_fewshot"] == 2
+    assert contexts[0] == contexts[1] != contexts[2]
+    assert all(context.count("fruit") == 3 for context in contexts[0])
+
+
 def refused(folder: Path, *parts: str) -> None:
     with pytest.raises(DataError) as caught:
         suite_of("zero-shot").check(Request(tasks=folder))
