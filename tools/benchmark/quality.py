@@ -51,9 +51,9 @@ class Arm:
 _WSD = ("training.schedule=wsd", "training.min_learning_rate=0.0")
 ARMS: dict[str, Arm] = {
     "core": Arm(),
-    "llama": Arm(rates=(1e-3, 2e-3, 4e-3), peer="llama"),
-    "mixtral": Arm(rates=(1e-3, 2e-3, 4e-3), peer="mixtral"),
-    "muon": Arm(("optimizer.kind=muon",), rates=(4e-3, 1e-2, 2e-2)),
+    "llama": Arm(peer="llama"),
+    "mixtral": Arm(peer="mixtral"),
+    "muon": Arm(("optimizer.kind=muon",), rates=(1e-2, 2e-2, 4e-2)),
     # The average's loss just before the cooldown stands beside that of the weights themselves.
     "wsd": Arm((*_WSD, "training.ema_decay=0.99")),
     "mtp": Arm(("model.mtp={num_tokens: 4}",)),
