@@ -27,17 +27,19 @@ from cdrmix.monitoring.suite_results import (
 )
 
 Better = Literal["lower", "higher"]
-# Settings that change the time of an evaluation, or its last digits, and not what is asked.
+# Settings that change the time of an evaluation, or its last digits, and not what is asked; paths
+# of data, which digests name; and what the names of rows say.
 _HARMLESS = frozenset(
     ("versions", "packages", "lm_eval", "batch_size", "layout", "precision", "dtype", "sandbox")
-    + ("max_length",)
+    + ("max_length", "data", "state", "longer_documents")
 )
-# Paths of what others name by digests.
-_PATHS = {"data": ("data_digest",), "tasks": ("digests", "task_digests")}
+_DIGESTS = ("digests", "task_digests")  # in place of a path of tasks
+# Of documents by themselves, and not of `packed` samples, which have settings of their own.
+_OF_DOCUMENTS = ("window", "stride", "documents", "tokens", "bytes", "prefix")
 # Another tokenizer has other tokens, which begin and cut documents elsewhere: that is a part of the
 # model. What is measured by token is then measured over other pieces of text.
 _TOKENIZER = "tokenizer"
-_BY_TOKENIZER = ("prefix", "tokens", "longer_documents", "state", "packed")
+_BY_TOKENIZER = ("prefix", "tokens", "packed")
 _OF_A_TOKEN = ("nats_per_token", "perplexity", "loss")
 _SUITES_BY_TOKEN = ("perplexity", RUN_FIGURES)
 _WITHOUT_BEST = ("tokens_seen", "parameters", "utilisation", "experts")
@@ -359,18 +361,33 @@ def _conditions(
 ) -> dict[str, dict[str, str]]:
     """Settings by label that the scores of a task depend on, as text."""
     tokenizers = {result.settings.get(_TOKENIZER) for result in results.values()}
+    counts = {
+        row.n
+        for result in results.values()
+        for row in result.rows
+        if (row.task, row.metric) == (task, metric)
+    }
     found: dict[str, dict[str, str]] = {}
     for label, result in results.items():
         own = {name: value for name, value in result.settings.items() if name not in _HARMLESS}
-        for path, digests in _PATHS.items():
-            if isinstance(own.get(path), str) and any(name in own for name in digests):
-                del own[path]
+        if isinstance(own.get("tasks"), str) and any(name in own for name in _DIGESTS):
+            del own["tasks"]
+        if len(counts) == 1:  # a limit that left nothing out
+            own.pop("limit", None)
         if len(tokenizers) > 1:
             own = {name: value for name, value in own.items() if not name.startswith(_BY_TOKENIZER)}
         if result.suite not in _SUITES_BY_TOKEN or metric not in _OF_A_TOKEN:
             own.pop(_TOKENIZER, None)
+        if task.partition(":")[0] == "packed":
+            own = {name: value for name, value in own.items() if not name.startswith(_OF_DOCUMENTS)}
+        else:
+            own.pop("packed", None)
         tasks = {row.task for row in result.rows}
-        found[label] = {name: _as_text(_of_task(value, task, tasks)) for name, value in own.items()}
+        found[label] = {}
+        for name, value in own.items():
+            part = _of_task(value, task, tasks)
+            inner = part if isinstance(part, Mapping) else {"": part}
+            found[label] |= {f"{name} {key}".strip(): _as_text(v) for key, v in inner.items()}
     return found
 
 
@@ -406,6 +423,8 @@ def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 def _as_text(value: Any) -> str:
     """Writes a setting; of a digest its beginning."""
+    if value is None:
+        return "none"
     if isinstance(value, str):
         bare = value.removeprefix("sha256:")
         return bare[:_DIGEST] if len(bare) >= 40 and _HEX.issuperset(bare) else value
