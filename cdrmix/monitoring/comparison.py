@@ -9,24 +9,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.monitoring.run_figures import RUN_FIGURES, figures_of_run
 from cdrmix.monitoring.sinks import without_non_finite
 from cdrmix.monitoring.suite_results import (
     RESULTS_FOLDER,
+    Better,
     Row,
     SuiteResult,
+    better,
     interval_text,
-    lower_is_better,
     newest_results,
     read_result,
     read_results,
     score_text,
 )
 
-Better = Literal["lower", "higher"]
 # Settings that change the time of an evaluation, or its last digits, and not what is asked; paths
 # of data, which digests name; and what the names of rows say.
 _HARMLESS = frozenset(
@@ -42,7 +42,6 @@ _TOKENIZER = "tokenizer"
 _BY_TOKENIZER = ("prefix", "tokens", "packed")
 _OF_A_TOKEN = ("nats_per_token", "perplexity", "loss")
 _SUITES_BY_TOKEN = ("perplexity", RUN_FIGURES)
-_WITHOUT_BEST = ("tokens_seen", "parameters", "utilisation", "experts")
 _DIGEST = 12  # characters of a digest that a person compares
 _HEX = frozenset("0123456789abcdef")
 _GAP = "  "
@@ -349,11 +348,9 @@ def _compared(models: Sequence[Model], suite: str, task: str, metric: str) -> Co
         for model, cell in zip(models, cells, strict=True)
         if cell is not None
     }
-    better: Better | None = "lower" if lower_is_better(metric) else "higher"
-    if any(name in metric for name in _WITHOUT_BEST):
-        better = None
-    why_not = "; ".join(_differences(_conditions(results, task, metric))) if better else ""
-    return ComparedRow(suite, task, metric, cells, better, why_not)
+    direction = better(metric)
+    why_not = "; ".join(_differences(_conditions(results, task, metric))) if direction else ""
+    return ComparedRow(suite, task, metric, cells, direction, why_not)
 
 
 def _conditions(

@@ -172,6 +172,8 @@ def test_files_of_one_model_are_one_column_and_a_row_that_is_lacking_has_a_dash(
         each = result(0.6, suite=suite, source="/models/llama", step=None)
         write_json_atomic(tmp_path / f"{suite}.json", each.as_json())
     compared = compare([run, tmp_path / "zero-shot.json", tmp_path / "code.json"])
+    write_comparison(tmp_path / "page.html", compared)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").count("<svg") == 3, "of one suite"
     assert [model.label for model in compared.models] == ["a", "llama"]
     assert [row.cells[0] is None for row in compared.rows] == [True] * 3 + [False] * 3
     assert re.search(r"\n  arc acc +– +0\.6000  ", compared.table())
