@@ -246,15 +246,19 @@ def compare(sources: Sequence[Path], suites: Sequence[str] = ()) -> Comparison:
     known = sorted({suite for model in models for suite in model.results})
     for suite in suites:
         lacking = [model for model in models if suite not in model.results]
+        advice = f"Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+        if suite == RUN_FIGURES:
+            advice = "A run has them at its end, in metrics.json"
         if len(lacking) == len(models):
             raise ConfigError(
                 f"--suite {suite}: none of these holds results of it; they hold "
-                f"{', '.join(known)}. Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+                f"{', '.join(known)}. {advice}"
             )
-        if lacking:
+        # Figures of a run are beside those of models that no run here has made.
+        if lacking and suite != RUN_FIGURES:
             raise StateError(
                 f"{', '.join(str(model.source) for model in lacking)}: no results of suite "
-                f"{suite}. Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+                f"{suite}. {advice}"
             )
     chosen = list(suites) or [*(name for name in known if name != RUN_FIGURES), RUN_FIGURES]
     rows = [_compared(models, *key) for suite in chosen for key in _keys(models, suite)]

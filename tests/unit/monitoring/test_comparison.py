@@ -195,6 +195,7 @@ def test_figures_of_runs_stand_below_and_sizes_have_no_best_one(tmp_path):
     assert [row.suite for row in rows] == ["zero-shot"] * 3 + ["run"] * 8
     found = {(row.task, row.metric): row for row in rows}
     assert found["held-out", "loss"].best == (1,)
+    assert len(compare([runs[0], run_of(tmp_path / "c", result())], ["run"]).rows) == 8
     tokens = found["training", "tokens_seen"]
     assert [cell.score for cell in tokens.cells] == [16384, 32768] and tokens.best == ()
     assert [cell.score for cell in found["model", "parameters"].cells] == [2_893_056] * 2
@@ -268,6 +269,8 @@ def test_what_a_user_gets_wrong_is_one_message(tmp_path, capsys):
     assert f"{run}: no results of suite code. Write some" in wrong
     wrong = wrong_of(capsys, run, other, "--suite", "cod")
     assert "none of these holds results of it; they hold code, zero-shot" in wrong
+    wrong = wrong_of(capsys, run, other, "--suite", "run")
+    assert "they hold code, zero-shot. A run has them at its end" in wrong
     wrong = wrong_of(capsys, run, "--out", tmp_path / "none" / "page.html")
     assert "its folder does not exist" in wrong
 
