@@ -125,9 +125,23 @@ def make_sources(folder: Path) -> None:
         (package / f"{text.words[number]}.py").write_text("\n".join(lines), encoding="utf-8")
 
 
+_QUESTIONS = """\
+task: word_order
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+num_fewshot: 0
+metric_list: [{metric: acc}]
+"""
+
+
 def make_questions(folder: Path) -> None:
-    """Writes a task in the format of HellaSwag: which of four orders of words goes on with a
-    function. Where a model knows nothing but the words, all of them are equally likely."""
+    """Writes a task of the harness: which of four orders of its words is the next line."""
     folder.mkdir()
     text = Text(seed=2)  # no function of the training
     draw = random.Random(3)
@@ -136,18 +150,18 @@ def make_questions(folder: Path) -> None:
         lines = text.function()
         place = (3, 5, 6)[number % 3]  # lines of four words or more
         words = lines[place].split()
+        indent = lines[place][: -len(lines[place].lstrip())]
         orders = [words]
         while len(orders) < 4:
             order = draw.sample(words, len(words))
             orders += [order] if order not in orders else []
-        endings = [" ".join(order) for order in orders]
-        label = number % 4
-        endings[0], endings[label] = endings[label], endings[0]
-        row = {"ind": number, "activity_label": "code", "ctx_a": "\n".join(lines[:place])}
-        row |= {"ctx_b": "", "ctx": row["ctx_a"], "endings": endings, "label": label}
-        row |= {"split": "val", "split_type": "indomain", "source_id": str(number)}
-        rows.append(json.dumps(row) + "\n")
-    (folder / "hellaswag_val.jsonl").write_text("".join(rows), encoding="utf-8")
+        choices = [f"{indent}{' '.join(order)}\n" for order in orders]
+        answer = number % 4
+        choices[0], choices[answer] = choices[answer], choices[0]
+        beginning = "\n".join([*lines[:place], ""])
+        rows.append(json.dumps({"text": beginning, "choices": choices, "answer": answer}) + "\n")
+    (folder / "questions.jsonl").write_text("".join(rows), encoding="utf-8")
+    (folder / "word_order.yaml").write_text(_QUESTIONS, encoding="utf-8")
 
 
 def make_data(folder: Path) -> None:

@@ -9,38 +9,39 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.monitoring.run_figures import RUN_FIGURES, figures_of_run
 from cdrmix.monitoring.sinks import without_non_finite
 from cdrmix.monitoring.suite_results import (
     RESULTS_FOLDER,
+    Better,
     Row,
     SuiteResult,
+    better,
     interval_text,
-    lower_is_better,
     newest_results,
     read_result,
     read_results,
     score_text,
 )
 
-Better = Literal["lower", "higher"]
-# Settings that change the time of an evaluation, or its last digits, and not what is asked.
+# Settings that change the time of an evaluation, or its last digits, and not what is asked; paths
+# of data, which digests name; and what the names of rows say.
 _HARMLESS = frozenset(
     ("versions", "packages", "lm_eval", "batch_size", "layout", "precision", "dtype", "sandbox")
-    + ("max_length",)
+    + ("max_length", "data", "state", "longer_documents")
 )
-# Paths of what others name by digests.
-_PATHS = {"data": ("data_digest",), "tasks": ("digests", "task_digests")}
+_DIGESTS = ("digests", "task_digests")  # in place of a path of tasks
+# Of documents by themselves, and not of `packed` samples, which have settings of their own.
+_OF_DOCUMENTS = ("window", "stride", "documents", "tokens", "bytes", "prefix")
 # Another tokenizer has other tokens, which begin and cut documents elsewhere: that is a part of the
 # model. What is measured by token is then measured over other pieces of text.
 _TOKENIZER = "tokenizer"
-_BY_TOKENIZER = ("prefix", "tokens", "longer_documents", "state", "packed")
+_BY_TOKENIZER = ("prefix", "tokens", "packed")
 _OF_A_TOKEN = ("nats_per_token", "perplexity", "loss")
 _SUITES_BY_TOKEN = ("perplexity", RUN_FIGURES)
-_WITHOUT_BEST = ("tokens_seen", "parameters", "utilisation", "experts")
 _DIGEST = 12  # characters of a digest that a person compares
 _HEX = frozenset("0123456789abcdef")
 _GAP = "  "
@@ -245,15 +246,19 @@ def compare(sources: Sequence[Path], suites: Sequence[str] = ()) -> Comparison:
     known = sorted({suite for model in models for suite in model.results})
     for suite in suites:
         lacking = [model for model in models if suite not in model.results]
+        advice = f"Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+        if suite == RUN_FIGURES:
+            advice = "A run has them at its end, in metrics.json"
         if len(lacking) == len(models):
             raise ConfigError(
                 f"--suite {suite}: none of these holds results of it; they hold "
-                f"{', '.join(known)}. Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+                f"{', '.join(known)}. {advice}"
             )
-        if lacking:
+        # Figures of a run are beside those of models that no run here has made.
+        if lacking and suite != RUN_FIGURES:
             raise StateError(
                 f"{', '.join(str(model.source) for model in lacking)}: no results of suite "
-                f"{suite}. Write some with `cdrmix evaluate RUN_DIR --suite {suite}`"
+                f"{suite}. {advice}"
             )
     chosen = list(suites) or [*(name for name in known if name != RUN_FIGURES), RUN_FIGURES]
     rows = [_compared(models, *key) for suite in chosen for key in _keys(models, suite)]
@@ -347,11 +352,9 @@ def _compared(models: Sequence[Model], suite: str, task: str, metric: str) -> Co
         for model, cell in zip(models, cells, strict=True)
         if cell is not None
     }
-    better: Better | None = "lower" if lower_is_better(metric) else "higher"
-    if any(name in metric for name in _WITHOUT_BEST):
-        better = None
-    why_not = "; ".join(_differences(_conditions(results, task, metric))) if better else ""
-    return ComparedRow(suite, task, metric, cells, better, why_not)
+    direction = better(metric)
+    why_not = "; ".join(_differences(_conditions(results, task, metric))) if direction else ""
+    return ComparedRow(suite, task, metric, cells, direction, why_not)
 
 
 def _conditions(
@@ -359,18 +362,33 @@ def _conditions(
 ) -> dict[str, dict[str, str]]:
     """Settings by label that the scores of a task depend on, as text."""
     tokenizers = {result.settings.get(_TOKENIZER) for result in results.values()}
+    counts = {
+        row.n
+        for result in results.values()
+        for row in result.rows
+        if (row.task, row.metric) == (task, metric)
+    }
     found: dict[str, dict[str, str]] = {}
     for label, result in results.items():
         own = {name: value for name, value in result.settings.items() if name not in _HARMLESS}
-        for path, digests in _PATHS.items():
-            if isinstance(own.get(path), str) and any(name in own for name in digests):
-                del own[path]
+        if isinstance(own.get("tasks"), str) and any(name in own for name in _DIGESTS):
+            del own["tasks"]
+        if len(counts) == 1:  # a limit that left nothing out
+            own.pop("limit", None)
         if len(tokenizers) > 1:
             own = {name: value for name, value in own.items() if not name.startswith(_BY_TOKENIZER)}
         if result.suite not in _SUITES_BY_TOKEN or metric not in _OF_A_TOKEN:
             own.pop(_TOKENIZER, None)
+        if task.partition(":")[0] == "packed":
+            own = {name: value for name, value in own.items() if not name.startswith(_OF_DOCUMENTS)}
+        else:
+            own.pop("packed", None)
         tasks = {row.task for row in result.rows}
-        found[label] = {name: _as_text(_of_task(value, task, tasks)) for name, value in own.items()}
+        found[label] = {}
+        for name, value in own.items():
+            part = _of_task(value, task, tasks)
+            inner = part if isinstance(part, Mapping) else {"": part}
+            found[label] |= {f"{name} {key}".strip(): _as_text(v) for key, v in inner.items()}
     return found
 
 
@@ -406,6 +424,8 @@ def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 def _as_text(value: Any) -> str:
     """Writes a setting; of a digest its beginning."""
+    if value is None:
+        return "none"
     if isinstance(value, str):
         bare = value.removeprefix("sha256:")
         return bare[:_DIGEST] if len(bare) >= 40 and _HEX.issuperset(bare) else value

@@ -68,8 +68,11 @@ def _suites(compared: Comparison) -> list[dict[str, Any]]:
 
 
 def _figures(suite: str, rows: Sequence[ComparedRow], labels: Sequence[str]) -> list[Figure]:
-    """One picture for each metric, of as many tasks as are readable."""
+    """One picture for each metric, of as many tasks as are readable; of several models, of tasks
+    that two have results of."""
     figures = []
+    least = min(2, len(labels))
+    rows = [row for row in rows if sum(cell is not None for cell in row.cells) >= least]
     for number, metric in enumerate(dict.fromkeys(row.metric for row in rows)):
         own = [row for row in rows if row.metric == metric]
         groups = []

@@ -35,7 +35,7 @@ def figures_of_run(run_dir: Path) -> list[SuiteResult]:
             rows += _sizes_of(run_dir, summary)
         own = [row for row in rows if row is not None]
         settings = {
-            "data": {"held-out": data.get("digest")},
+            "data_digest": {"held-out": data.get("digest")},
             "tokens": {"held-out": held_out.get("tokens")},
             "tokenizer": data.get("tokenizer_sha256"),
             "machine": {"speed": _machine(run_dir)},

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ _OF_LOWER = frozenset(
     ("loss", "nats", "perplexity", "ppl", "overflow", "error", "errors", "brier", "ter")
     + ("forgetting", "empty", "truncated", "timeout", "timeouts", "killed", "seconds")
 )
+_WITHOUT_BEST = ("tokens_seen", "parameters", "utilisation")
+
+Better = Literal["lower", "higher"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,13 @@ def lower_is_better(metric: str) -> bool:
         return False
     words = re.split(r"[^a-z]+", metric.lower())
     return not _OF_LOWER.isdisjoint(words) or "bits_per_byte" in metric
+
+
+def better(metric: str) -> Better | None:
+    """Direction of a metric; None for sizes and shares of which neither end is the better one."""
+    if any(name in metric for name in _WITHOUT_BEST):
+        return None
+    return "lower" if lower_is_better(metric) else "higher"
 
 
 def score_text(value: float) -> str:

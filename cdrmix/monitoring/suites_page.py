@@ -18,8 +18,8 @@ from cdrmix.monitoring.suite_results import (
     RESULTS_FOLDER,
     Row,
     SuiteResult,
+    better,
     interval_text,
-    lower_is_better,
     newest_results,
     read_result,
     score_text,
@@ -82,9 +82,9 @@ def _courses(key: str, rows: Sequence[Row], results: Sequence[SuiteResult]) -> l
             if (row.task, row.metric) == (wanted.task, wanted.metric)
         ]
         steps, scores = np.array(points, dtype=np.float64).T
-        better = "lower" if lower_is_better(wanted.metric) else "higher"
         curve = Curve("", steps, scores, f"c{number % 4 + 1}")
         title = f"{wanted.task} {wanted.metric}"
-        unit = f"{better} is better"
+        direction = better(wanted.metric)
+        unit = f"{direction} is better" if direction else ""
         figures.append(plot(title, unit, f"{key}-{number}", [curve], size=(360, 160)))
     return figures

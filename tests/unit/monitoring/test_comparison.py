@@ -117,13 +117,34 @@ def test_another_tokenizer_concerns_what_is_measured_by_token_alone(tmp_path):
     assert len(rows) == 5 and not any(rows.values())
 
 
-def test_a_path_counts_where_no_digest_does(tmp_path):
-    for name in "ab":
-        named = result(data=f"/{name}", data_digest="d", suite="perplexity")
-        run_of(tmp_path / name, named, result(data=f"/{name}"))
-    compared = compare([tmp_path / "a", tmp_path / "b"])
-    assert {row.suite for row in compared.rows if row.why_not} == {"zero-shot"}
-    assert compared.reasons == ["data /a in a, /b in b"]
+def test_a_limit_counts_where_it_left_something_out(tmp_path):
+    for name, n in (("a", 100), ("b", 100), ("c", 60)):
+        rows = [Row("arc", "acc", 0.5, None, None, n)]
+        settings = {"limit": None if name == "a" else n, "data": f"/{name}"}
+        run_of(tmp_path / name, SuiteResult("zero-shot", rows, step=1, settings=settings))
+    assert compare([tmp_path / "a", tmp_path / "b"]).reasons == []
+    reasons = compare([tmp_path / "a", tmp_path / "c"]).reasons
+    assert reasons == ["limit 60 in c, none in a"]
+
+
+def test_settings_of_samples_and_documents_concern_their_own_rows(tmp_path):
+    names = ("packed", "packed:code", "documents")
+    rows = [Row(task, "bits_per_byte", 0.5, None, None, 9) for task in names]
+    packed = {"samples": 9, "sequence_length": 64}
+    settings = {"window": 64, "packed": packed, "state": "carried"}
+    run_of(tmp_path / "a", SuiteResult("perplexity", rows, step=1, settings=settings))
+    other = settings | {"window": 32, "state": "reset"}
+    run_of(tmp_path / "b", SuiteResult("perplexity", rows, step=1, settings=other))
+    longer = settings | {"packed": packed | {"sequence_length": 128}}
+    run_of(tmp_path / "c", SuiteResult("perplexity", rows, step=1, settings=longer))
+
+    def reasons(rival: str) -> dict[str, str]:
+        found = compare([tmp_path / "a", tmp_path / rival]).rows
+        return {row.task: row.why_not for row in found if row.why_not}
+
+    assert reasons("b") == {"documents": "window 32 in b, 64 in a"}
+    of_packed = "packed sequence_length 128 in c, 64 in a".replace("_", " ")
+    assert reasons("c") == {"packed": of_packed, "packed:code": of_packed}
 
 
 def test_a_group_depends_on_its_tasks_and_a_part_on_its_set(tmp_path):
@@ -151,6 +172,8 @@ def test_files_of_one_model_are_one_column_and_a_row_that_is_lacking_has_a_dash(
         each = result(0.6, suite=suite, source="/models/llama", step=None)
         write_json_atomic(tmp_path / f"{suite}.json", each.as_json())
     compared = compare([run, tmp_path / "zero-shot.json", tmp_path / "code.json"])
+    write_comparison(tmp_path / "page.html", compared)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").count("<svg") == 3, "of one suite"
     assert [model.label for model in compared.models] == ["a", "llama"]
     assert [row.cells[0] is None for row in compared.rows] == [True] * 3 + [False] * 3
     assert re.search(r"\n  arc acc +– +0\.6000  ", compared.table())
@@ -172,6 +195,7 @@ def test_figures_of_runs_stand_below_and_sizes_have_no_best_one(tmp_path):
     assert [row.suite for row in rows] == ["zero-shot"] * 3 + ["run"] * 8
     found = {(row.task, row.metric): row for row in rows}
     assert found["held-out", "loss"].best == (1,)
+    assert len(compare([runs[0], run_of(tmp_path / "c", result())], ["run"]).rows) == 8
     tokens = found["training", "tokens_seen"]
     assert [cell.score for cell in tokens.cells] == [16384, 32768] and tokens.best == ()
     assert [cell.score for cell in found["model", "parameters"].cells] == [2_893_056] * 2
@@ -179,7 +203,7 @@ def test_figures_of_runs_stand_below_and_sizes_have_no_best_one(tmp_path):
     start = {"data": {"digest": "f" * 64, "tokenizer_sha256": "g"}}
     write_json_atomic(runs[1] / "starts" / "0001.json", start)
     held_out = {row.metric: row.why_not for row in compare(runs).rows if row.task == "held-out"}
-    assert "data ffffffffffff in b" in held_out["bits_per_byte"]
+    assert "data digest ffffffffffff in b" in held_out["bits_per_byte"]
     assert "tokenizer" in held_out["loss"] and "tokenizer" not in held_out["bits_per_byte"]
 
 
@@ -245,6 +269,8 @@ def test_what_a_user_gets_wrong_is_one_message(tmp_path, capsys):
     assert f"{run}: no results of suite code. Write some" in wrong
     wrong = wrong_of(capsys, run, other, "--suite", "cod")
     assert "none of these holds results of it; they hold code, zero-shot" in wrong
+    wrong = wrong_of(capsys, run, other, "--suite", "run")
+    assert "they hold code, zero-shot. A run has them at its end" in wrong
     wrong = wrong_of(capsys, run, "--out", tmp_path / "none" / "page.html")
     assert "its folder does not exist" in wrong
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cdrmix.monitoring.sinks import write_json_atomic
-from cdrmix.monitoring.suite_results import Row, SuiteResult, lower_is_better, store_result
+from cdrmix.monitoring.suite_results import Row, SuiteResult, better, lower_is_better, store_result
 from tests.unit.monitoring.test_report import kinds_of_tables, make_run, report_of
 
 
@@ -26,6 +26,11 @@ def test_losses_and_failures_are_better_lower(metric: str) -> None:
 )
 def test_shares_of_what_is_right_are_better_higher(metric: str) -> None:
     assert not lower_is_better(metric)
+
+
+def test_of_sizes_and_shares_of_experts_neither_end_is_better():
+    assert better("parameters") is None and better("utilisation_max") is None
+    assert (better("overflow"), better("entropy_bits")) == ("lower", "higher")
 
 
 def result(step: int, score: float, *, weights: str = "trained") -> SuiteResult:
