@@ -207,7 +207,7 @@ def test_a_text_ends_before_the_first_stop(run: TrainedModel) -> None:
     assert cut.text == free.text[: free.text.find(stop)]
     assert cut.is_ended and cut.num_tokens < 12
     [nothing] = scorer(run, 1).continue_prompts(prompt, Sampling(max_new_tokens=0))
-    assert nothing == ("", 0, False)
+    assert nothing == ("", 0, False, ())
 
 
 def test_prompts_that_differ_by_more_than_is_written_are_apart() -> None:
