@@ -109,6 +109,8 @@ _CI_LACKS = (
     "cannot mount a small file system here",
     "a tmpfs cannot be mounted here",
     "cannot make network namespaces",
+    "level kernel: ",  # Landlock and seccomp
+    "level bwrap: ",  # user namespaces
 )
 
 

@@ -14,6 +14,9 @@ from cdrmix.evaluation.suite import Request
 from cdrmix.sessions.evaluation import Asked, evaluate_whole
 from tests.harness import run_ranks
 from tests.made_run import made_run
+from tests.sandboxed import needs_sandbox
+
+pytestmark = needs_sandbox
 
 TASK = {
     "name": "double",

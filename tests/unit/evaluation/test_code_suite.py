@@ -24,7 +24,10 @@ from cdrmix.evaluation.suites.code import Code, Options, _draw
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import IGNORED_LABEL
 from cdrmix.parallel.topology import ALONE
+from tests.sandboxed import needs_sandbox
 from tests.small_run import CONFIG
+
+pytestmark = needs_sandbox
 
 PROMPT = "def double(x):\n"
 TASKS = [

@@ -23,6 +23,7 @@ from cdrmix.evaluation.code_tasks.judging import (
 )
 from cdrmix.evaluation.code_tasks.task import CodeTask, limits_of
 from cdrmix.evaluation.sandbox.program import Case, Verdict
+from tests.sandboxed import needs_sandbox
 
 # Rows as they are published, with tasks of our own.
 HUMAN_EVAL = {
@@ -114,6 +115,7 @@ def test_forty_tasks_ship_ten_of_each_grade(own: list[CodeTask]) -> None:
         assert '"""' in each.prompt, each.name
 
 
+@needs_sandbox
 def test_solutions_that_ship_pass_and_wrong_ones_fail(own: list[CodeTask]) -> None:
     """They run in the sandbox, 120 programs: cases of a task share one."""
     checked = checked_tasks(own, level="kernel")
@@ -130,6 +132,7 @@ def test_solutions_that_ship_pass_and_wrong_ones_fail(own: list[CodeTask]) -> No
         assert "not_compiled" not in kinds, each.name
 
 
+@needs_sandbox
 def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:
     write(tmp_path / "human_eval.jsonl", HUMAN_EVAL)
     write(tmp_path / "mbpp.jsonl", MBPP)
@@ -228,6 +231,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
         read_sets(tmp_path)
 
 
+@needs_sandbox
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -378,6 +382,7 @@ def test_intervals_are_over_tasks() -> None:
     assert counted(found) == {"wrong": 99, "passed": 60, "not_compiled": 1}
 
 
+@needs_sandbox
 def test_verdicts_of_samples_are_told_apart() -> None:
     asked = task(cases=(Case("f(2)", 4),))
     texts = {
@@ -399,6 +404,7 @@ def test_verdicts_of_samples_are_told_apart() -> None:
     assert STYLES == ("completion", "fenced")
 
 
+@needs_sandbox
 def test_an_answer_that_is_equal_to_everything_fails() -> None:
     """Values are compared outside of its process; the control compares them inside."""
     asked = task(cases=(Case("f(2)", 4),))

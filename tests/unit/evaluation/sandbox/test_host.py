@@ -17,7 +17,6 @@ from cdrmix.evaluation.sandbox.host import (
     Case,
     Limits,
     Program,
-    available_levels,
     run_programs,
     self_test,
     values_of,
@@ -28,10 +27,9 @@ from cdrmix.evaluation.sandbox.probes import PROBE_LIMITS, check_probes
 from cdrmix.evaluation.sandbox.runner import GUARDS
 from cdrmix.evaluation.sandbox.worker import Worker
 from tests.harness import ROOT
+from tests.sandboxed import needs_sandbox
 
-pytestmark = pytest.mark.skipif(
-    bool(missing := available_levels()["kernel"].missing), reason=missing
-)
+pytestmark = needs_sandbox
 LIMITS = Limits(cpu_seconds=1, memory_bytes=1 << 28)
 ADD = "def add(a, b):\n    return a + b\n"
 RIGHT = Program(ADD, tests="assert add(1, 2) == 3")

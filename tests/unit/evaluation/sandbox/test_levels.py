@@ -105,7 +105,7 @@ def test_the_rights_of_each_version_of_landlock():
     assert [scopes for _, _, scopes in bits.values()] == [0, 0, 0, 0, 0, 3, 3]
 
 
-@pytest.mark.skipif(not landlock.landlock_version(), reason="the kernel has no Landlock")
+@pytest.mark.skipif(not landlock.landlock_version(), reason="level kernel: no Landlock")
 def test_rules_can_be_made_for_older_versions(tmp_path: Path):
     for version in range(1, landlock.landlock_version() + 1):
         rules = landlock.Ruleset(version)

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy
 import pytest
 
-from cdrmix.evaluation.sandbox.host import Case, Limits, Program, Verdict, available_levels
+from cdrmix.evaluation.sandbox.host import Case, Limits, Program, Verdict
 from cdrmix.evaluation.sandbox.runner import GUARDS
 from cdrmix.evaluation.sandbox.worker import Worker
+from tests.sandboxed import needs_sandbox
 from tests.unit.evaluation.sandbox import probes
 from tests.unit.evaluation.sandbox.probes import Probe
 
-pytestmark = pytest.mark.skipif(
-    bool(missing := available_levels()["kernel"].missing), reason=missing
-)
+pytestmark = needs_sandbox
 LIMITS = Limits(cpu_seconds=1, memory_bytes=1 << 28, folder_bytes=1 << 24)
 TABLE: dict[str, Probe] = {
     **probes.FILES,
@@ -102,7 +101,7 @@ def test_a_probe_passes_without_its_guard(
     probe = TABLE[name]
     verdict = sandboxes.run(program_of(probe, places), probe.without)
     if probe.may_lack and not verdict.passed and told(verdict) in (probe.verdict, probes.REFUSED):
-        pytest.skip(f"this machine refuses it by itself: {verdict.message}")
+        pytest.skip(f"level kernel: this machine refuses it by itself: {verdict.message}")
     assert verdict.passed, verdict
 
 
