@@ -213,6 +213,7 @@ def test_a_run_short_of_memory_goes_on_in_smaller_micro_batches(
     (folder / "sitecustomize.py").write_text(SHORT_OF_MEMORY)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     settings = ["training.micro_batch_size=2", "checkpoint.every_steps=2"]
+    settings += ["checkpoint.background=false"]  # or a busy disk has not got that of step 4 yet
     flags = [*run_flags(small_corpus, *settings), "--max-steps", "10"]
     with SupervisedLaunch(run_dir, ["--nproc", "2", "--max-restarts", "1", *flags]) as run:
         assert run.wait() == 0, run.output

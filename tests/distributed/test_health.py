@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint.held_out import loss_of
+from cdrmix.checkpoint.held_out import score_of
 from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.objectives.language_model import HeadLoss
 from tests.equal_runs import assert_equal_runs, result_of
@@ -263,9 +263,9 @@ def test_a_run_that_went_back_is_one_that_never_saw_the_window(
     if every == 1:
         # saved before, and again when the run went back to it
         evaluated = [line["eval/loss"] for line in lines if "eval/loss" in line]
-        held_out = loss_of(tmp_path / "whole" / "checkpoints" / "4")
+        held_out = score_of(tmp_path / "whole" / "checkpoints" / "4")
         assert held_out is not None
-        assert [held_out.loss] == evaluated
+        assert [held_out.value] == evaluated
         return  # the hardest to resume is the one below: lines that sum up what was not logged
     # stopped as soon as it went back, and a step later, and resumed
     for name, sample in (("at once", 7 * BATCH), ("later", 8 * BATCH)):
