@@ -379,20 +379,34 @@ def hf_trainer_rows(result: dict[str, Any]) -> list[str]:
 def quality_rows(result: dict[str, Any]) -> list[str]:
     """Held-out loss of each arm beside the core's."""
     rows = [
-        f"{result['steps']} steps each, nats per held-out token at the best learning rate of "
-        f"{result['num_rates']} (at the first seed); the range is over {result['rounds']} seeds.",
+        f"{result['steps']} steps of the core, nats per held-out token. Each arm at the best of "
+        "its learning rates (at the first seed); the range is over "
+        f"{result['rounds']} seeds. `mod` trains for as many FLOPs as the core, the others for as "
+        "many tokens. `llama` has as many parameters as the core uses for a token, `mixtral` as "
+        "many as it has in all.",
         "",
-        "| arm | loss | range | less than the core | best rate |",
-        "|---|---|---|---|---|",
+        "| arm | loss | range | less than the core | best rate | of rates | steps |",
+        "|---|---|---|---|---|---|---|",
     ]
     means = {arm["name"]: statistics.mean(arm["losses"]) for arm in result["arms"]}
     for arm in result["arms"]:
         name, losses = arm["name"], arm["losses"]
         less = f"{means['core'] - means[name]:+.3f}" if "core" in means else ""
+        tried = ", ".join(arm["losses_by_rate"])
         rows.append(
             f"| {name} | {means[name]:.4f} | {min(losses):.4f} to {max(losses):.4f} | {less} "
-            f"| {arm['best_rate']:g} |"
+            f"| {arm['best_rate']:g} | {tried} | {arm['steps']} |"
         )
+    for arm in result["arms"]:
+        before = arm["before_cooldown"]
+        averages = [run["eval/ema_loss"] for run in before if "eval/ema_loss" in run]
+        if averages:
+            weights = statistics.mean(run["eval/loss"] for run in before)
+            rows += [
+                "",
+                f"`{arm['name']}`, before its cooldown at 80 % of the steps: {weights:.4f} of the "
+                f"weights, {statistics.mean(averages):.4f} of their average.",
+            ]
     return rows
 
 
