@@ -48,7 +48,6 @@ class Arm:
     equal_flops: bool = False  # as many training FLOPs as the core, rather than as many steps
 
 
-_OF_CORE = (4e-3,)  # its best rate, for arms that change little of it
 _WSD = ("training.schedule=wsd", "training.min_learning_rate=0.0")
 ARMS: dict[str, Arm] = {
     "core": Arm(),
@@ -56,9 +55,9 @@ ARMS: dict[str, Arm] = {
     "mixtral": Arm(peer="mixtral"),
     "muon": Arm(("optimizer.kind=muon",), rates=(4e-3, 1e-2, 2e-2)),
     # The average's loss just before the cooldown stands beside that of the weights themselves.
-    "wsd": Arm((*_WSD, "training.ema_decay=0.99"), rates=_OF_CORE),
-    "mtp": Arm(("model.mtp={num_tokens: 4}",), rates=_OF_CORE),
-    "mod": Arm(("model.mod={capacity: 0.75}",), rates=_OF_CORE, equal_flops=True),
+    "wsd": Arm((*_WSD, "training.ema_decay=0.99")),
+    "mtp": Arm(("model.mtp={num_tokens: 4}",)),
+    "mod": Arm(("model.mod={capacity: 0.75}",), equal_flops=True),
 }
 
 
