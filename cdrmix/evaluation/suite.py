@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig, SuiteName
-from cdrmix.monitoring.suite_results import SuiteResult
+from cdrmix.monitoring.suite_results import Row, SuiteResult
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -87,6 +87,11 @@ class Judged:
     data: Path | None
     tokenizer_digest: str | None = None
     no_data: str = "give --data DIR, a built folder with held-out text"
+
+    def result(self, suite: SuiteName, rows: list[Row], **more: Any) -> SuiteResult:
+        """Returns rows of a suite on this model; `more` are further fields of `SuiteResult`."""
+        about: dict[str, Any] = {"source": self.source, "step": self.step, "weights": self.weights}
+        return SuiteResult(suite, rows, **about, **more)
 
 
 class Suite(Protocol):

@@ -95,12 +95,9 @@ class Reasoning:
             for each in evaluated.rows
         ]
         share = evaluated.accepted
-        return SuiteResult(
+        return judged.result(
             "reasoning",
             rows,
-            source=judged.source,
-            step=judged.step,
-            weights=judged.weights,
             settings={
                 "seed": loaded.lessons.seed,
                 "window_tokens": loaded.lessons.window_tokens,

@@ -152,12 +152,9 @@ class Code:
                 for name, samples in of_tasks.items():
                     count = sum(sample.verdict.passed for sample in samples)
                     passed.setdefault(name, {})[f"temperature {temperature}"] = count
-        return SuiteResult(
+        return judged.result(
             NAME,
             rows,
-            source=judged.source,
-            step=judged.step,
-            weights=judged.weights,
             settings=_settings(sets, options, request, scorer, sandbox),
             details={"verdicts": verdicts, "passed": passed, "cut_prompts": cut},
         )

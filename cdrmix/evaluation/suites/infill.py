@@ -57,12 +57,9 @@ class Infill:
             control = (each.other_suffix, each.other_low, each.other_high)
             rows.append(Row(each.order, "exact", *right, each.examples))
             rows.append(Row(f"{each.order}-other-suffix", "exact", *control, each.examples))
-        return SuiteResult(
+        return judged.result(
             "infill",
             rows,
-            source=judged.source,
-            step=judged.step,
-            weights=judged.weights,
             settings={
                 "seed": request.seed,
                 "window": judged.max_length,

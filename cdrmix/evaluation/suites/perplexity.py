@@ -151,12 +151,9 @@ class Perplexity:
             **documents.settings,
             **ways,
         }
-        return SuiteResult(
+        return judged.result(
             "perplexity",
             rows + by_document,
-            source=judged.source,
-            step=judged.step,
-            weights=judged.weights,
             settings=settings,
             details=details,
             notes=_notes(settings),

@@ -118,12 +118,9 @@ class Routing:
             for row in rows
             if row.metric in _BOUNDED[row.task.partition(" ")[0]]
         ]
-        return SuiteResult(
+        return judged.result(
             "routing",
             rows,
-            source=judged.source,
-            step=judged.step,
-            weights=judged.weights,
             settings={
                 "seed": request.seed,
                 "tokens": apart.whole.tokens,

@@ -50,9 +50,7 @@ class ZeroShot:
             "batch_size": judged.batch_size,
             "dtype": str(judged.model.dtype).removeprefix("torch."),
         }
-        return SuiteResult(
-            "zero-shot", found.rows, judged.source, judged.step, judged.weights, settings
-        )
+        return judged.result("zero-shot", found.rows, settings=settings)
 
 
 @dataclass(frozen=True)
