@@ -61,9 +61,7 @@ def run_blocks(
         residual stream, v_first, statistics, states or None.
     """
     is_recomputed = recompute and torch.is_grad_enabled()
-    length = x.shape[1]
-    step = sequence_checkpoint_tokens or length
-    spans = [slice(first, min(first + step, length)) for first in range(0, length, step)]
+    spans = _spans(x.shape[1], sequence_checkpoint_tokens)
     statistics = []
     depth = []
     states: list[BlockState | RoutedState] = []
@@ -72,8 +70,8 @@ def run_blocks(
         past = state[i] if state else None
         after: BlockState | RoutedState | None = None
         if isinstance(block, RoutedBlock):
-            assert past is None or isinstance(past, RoutedState), "state of another block kind"
             if return_state or past is not None:
+                assert past is None or isinstance(past, RoutedState), "state of another block kind"
                 assert segment_ids is None, "a state is of one document"
                 x, parts, after = block.advance(x, v_first, past)
             else:
@@ -99,6 +97,12 @@ def run_blocks(
     routed = [part for part in statistics if part is not None]
     found = Statistics(torch.cat(routed) if routed else None, torch.stack(depth) if depth else None)
     return x, v_first, found, states if return_state else None
+
+
+def _spans(length: int, step: int | None) -> list[slice]:
+    """Cuts a row of `length` tokens into pieces of `step`; None: one piece."""
+    step = step or length
+    return [slice(first, min(first + step, length)) for first in range(0, length, step)]
 
 
 def _choose(

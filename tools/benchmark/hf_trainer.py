@@ -149,7 +149,7 @@ def train_with_theirs(
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
             return self.lr_scheduler
 
-    deepspeed = {
+    zero2 = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": training.gradient_clipping,
@@ -160,7 +160,7 @@ def train_with_theirs(
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output_dir=output,
-            deepspeed=deepspeed,
+            deepspeed=zero2,
             per_device_train_batch_size=micro,
             max_steps=steps,
             logging_steps=1,
@@ -173,12 +173,19 @@ def train_with_theirs(
         )
         trainer = SameSamples(model=model, args=arguments)
         trainer.train()
+    _write_losses(trainer.state.log_history, losses)
+
+
+def _write_losses(history: list[dict[str, float]], losses: Path) -> None:
+    """Writes the loss of each step with the peak memory of the largest rank; collective."""
+    import torch
+
     # ru_maxrss of each rank is in KiB
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-    if rank == 0:
-        lines = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        rows = [{"loss": loss, "memory_peak_bytes": int(peak)} for loss in lines]
+    if runtime.local_rank() == 0:
+        found = [line["loss"] for line in history if "loss" in line]
+        rows = [{"loss": loss, "memory_peak_bytes": int(peak)} for loss in found]
         losses.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
