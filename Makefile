@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 CONFIG ?= model_configs/cdrmix-core-tiny.yaml
-# Extras of setup.py in .venv; CI adds ray and slurm.
-EXTRAS ?= data,dev,evaluation,faiss,gguf,lora
+# Extras of setup.py in .venv; CI adds mlflow, ray, slurm and wandb.
+EXTRAS ?= data,dev,evaluation,faiss,gguf,lora,serve,tensorboard
 # Further flags of the command that a target runs: make train ARGS='--max-steps 50'
 ARGS ?=
 

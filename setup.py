@@ -57,6 +57,7 @@ setup(
         "psutil>=6.0",
         "pydantic>=2.12",
         "pyyaml>=6.0",
+        "rich>=14.0",
         "safetensors>=0.8",
         "tiktoken>=0.12",
         "tokenizers>=0.23.1",
@@ -98,6 +99,11 @@ setup(
         "mamba": ["mamba-ssm>=2.2"],
         "gguf": ["gguf>=0.19"],  # `cdrmix export --format gguf`
         "lora": ["peft>=0.21"],  # model.lora
+        # Trackers: copies of a run's metrics.
+        "tensorboard": ["tensorboard>=2.20"],
+        "wandb": ["wandb>=0.25"],
+        "mlflow": ["mlflow-skinny>=3.10", "sqlalchemy>=2.0", "alembic>=1.15"],
+        "serve": ["starlette>=0.50", "uvicorn>=0.35"],  # `cdrmix serve`
         # Engines of `cdrmix data build` beside processes of one machine.
         "ray": ["ray>=2.50"],
         "slurm": ["datatrove>=0.10"],

@@ -28,6 +28,8 @@ from tests.harness import Outcome, Request, rank_environment, reserved_port, tai
 _PRELOADED = (
     "torch",
     "torch._dynamo",
+    "launch.train",
+    "cdrmix.sessions.session",  # before DeepSpeed, which it imports without MLflow
     "deepspeed",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
@@ -44,8 +46,6 @@ _PRELOADED = (
     "tiktoken",
     "tokenizers",
     "yaml",
-    "launch.train",
-    "cdrmix.sessions.session",
     "cdrmix.monitoring.report",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed

@@ -57,6 +57,9 @@ _EXAMPLES: dict[str, Any] = {
     "data.mixture.phases[].samples": 1_000,
     "data.mixture.phases[].change": "linear",
     "data.token_weights": {"prompt": 0.5},
+    "hooks": [{"use": "my_hooks:GradientNoise"}],
+    "hooks[].use": "my_hooks:GradientNoise",
+    "hooks[].options": {"every_steps": 10},
     "evaluation.suites": [{"name": "zero-shot", "tasks": "/data/tasks"}],
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,
@@ -221,7 +224,9 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
         kind, limits = "section", "its keys, below"
     elif get_origin(kinds[0]) is dict:
         values = alternatives(get_args(kinds[0])[1])
-        kind = f"section of names with {' or '.join(_TYPES[each] for each in values)}"
+        kind = (
+            f"section of names with {' or '.join(_TYPES.get(each, 'any value') for each in values)}"
+        )
     else:
         kind = _TYPES[kinds[0]]
     limits = limits or "any"

@@ -16,6 +16,7 @@ from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
 from cdrmix.engines.stage_a_optimizer import record_groups
 from cdrmix.engines.start_record import record_start
+from cdrmix.hooks import RunView
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.sinks import write_json_atomic
@@ -49,19 +50,32 @@ def run_stage(
     with run:
         with run.heartbeat.phase("starting"):
             _resume_and_describe(run, checkpoint, resumes=resumes)
+            view = RunView(
+                directory=run.directory.path,
+                config=run.config,
+                stage=stage.name,
+                rank=runtime.rank(),
+                world_size=runtime.world_size(),
+                num_steps=stage.num_steps,
+                step=run.step,
+                engine=run.engine,
+            )
+            run.hooks.start(view, resumed=checkpoint is not None and resumes)
         with guard or nullcontext():
             metrics = stage.begin(run)
             if metrics:
-                line = record(step=run.step, **metrics)
+                line = run.hooks.log(run.step, record(step=run.step, **metrics))
                 runtime.together(partial(run.observer.write, run.step, line))
                 run.start_up.done("baseline")
             # Outside of the training loop nothing is unsaved: a signal may end the rank at once.
             with run.requests.deferred():
                 is_stopped = train(run)
             if is_stopped:
+                run.hooks.end("stopped")
                 return True
             with run.heartbeat.phase("finishing"):
                 finish()
+                run.hooks.end("done")
                 # Last of all: the batch script takes this file as the end of the run.
                 if is_last:
                     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -23,6 +23,7 @@ from cdrmix.engines.recovery import hold, react, save_run, settle
 from cdrmix.engines.run import Batch, Result, Run
 from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.errors import DataError, StateError, TrainingError
+from cdrmix.hooks import StepFigures
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
@@ -161,6 +162,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         seconds = waited + result.seconds - (run.saver.stall_seconds - stalled)
         run.observer.step_done(run.step, seconds, waited=waited_for_data)
         run.wall_time.step_done(run.step, seconds)
+        run.hooks.step_done(run.step, StepFigures(seconds, waited_for_data, is_skipped))
         _observe(run, result, verdict)
     return False
 
@@ -200,7 +202,9 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if react(run, verdicts, position):
         return
     if evaluates:
-        metrics |= stage.evaluate(run)
+        results = stage.evaluate(run)
+        run.hooks.evaluated(run.step, results)
+        metrics |= results
     verdict = None
     if compares:
         compared, verdict = stage.compare(run)
@@ -239,7 +243,7 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         "memory_peak_bytes": peak,
         **run.health.metrics(),
     }
-    line = record(step=run.step, **metrics)
+    line = run.hooks.log(run.step, record(step=run.step, **metrics))
     # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
     with run.heartbeat.phase("logging"):
         runtime.together(lambda: run.observer.write(run.step, line))

@@ -235,6 +235,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     # The weights go back and the data does not: the samples that led here are passed over.
     run.stage.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
+    run.hooks.rewound(run.step)
     runtime.first_rank_does(lambda: write_record(run))
     # The checkpoint of this step does not know which samples are passed over: save it again.
     run.saver.saved_step = None

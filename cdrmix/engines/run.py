@@ -24,6 +24,7 @@ from cdrmix.engines.run_directory import METRICS, RunDirectory
 from cdrmix.engines.supervision import Requests
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import TrainingError
+from cdrmix.hooks.dispatch import Hooks
 from cdrmix.monitoring.goodput import WallTime
 from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.monitoring.metrics import SHOWN_ONLY
@@ -209,6 +210,7 @@ class Start:
     heartbeat: Heartbeat  # reports progress to the watchdogs
     start_up: StartUp  # duration of this start so far, by its parts
     health: Health  # judges steps, and keeps the record of unhealthy ones
+    hooks: Hooks = field(default_factory=Hooks)  # code of users and of ours, called at fixed places
     wall_time: WallTime = field(default_factory=WallTime)  # of all starts
     command: Sequence[str] = ()  # words of the user's command, without secrets
     # Folder of the sample corpus that the run was trained on before; None: the usual one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -38,7 +39,16 @@ def import_deepspeed() -> Any:
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, on every rank
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    import deepspeed
+    # DeepSpeed's autotuner, which is not used here, imports MLflow where it is installed (0.19.8:
+    # autotuning/autotuner.py): .6 s in every rank, and a thread that sends telemetry.
+    is_first = "mlflow" not in sys.modules
+    if is_first:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]  # its import fails
+    try:
+        import deepspeed
+    finally:
+        if is_first:
+            del sys.modules["mlflow"]
     import deepspeed.ops
     from deepspeed.runtime import compiler
     from deepspeed.utils import logger as deepspeed_logger

@@ -16,6 +16,7 @@ from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
 from cdrmix.engines.combination import describe_objectives
 from cdrmix.engines.finish import finish
+from cdrmix.engines.hooks_of_run import hooks_of_run
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
 from cdrmix.engines.old_data import open_old_data
@@ -97,6 +98,7 @@ def run_training(
                 heartbeat=heartbeat,
                 start_up=start_up,
                 health=Health.of_run(config),
+                hooks=hooks_of_run(config),
                 command=command,
             )
             runtime.first_rank_does(lambda: _announce(start))

@@ -7,6 +7,7 @@ import pytest
 from cdrmix import cli
 from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.plugin import HookConfig
 from cdrmix.config.problems import field_paths
 from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdown
 from cdrmix.config.resuming_rules import _RULES, when_resumed
@@ -50,6 +51,7 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
     lists: dict[str, type[Section]] = {
         "data.mixture.phases[]": MixturePhase,
         "evaluation.suites[]": SuiteConfig,
+        "hooks[]": HookConfig,
     }
     inner = {f"{path}.{key}" for path, section in lists.items() for key in section.model_fields}
     paths = {".".join(path) for path in field_paths(Config)}
@@ -63,7 +65,10 @@ def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
         path, _, key = entry.path.partition("[].")
-        required = "name: routing, " if path == "evaluation.suites" and key != "name" else ""
+        required = {"evaluation.suites": "name: routing, ", "hooks": "use: my_hooks:Noise, "}.get(
+            path, ""
+        )
+        required = "" if required.startswith(f"{key}:") else required
         override = f"{path}=[{{{required}{key}: {entry.example}}}]"
     assert load_config(REASON, [*NEEDS.get(entry.path, []), override])
 

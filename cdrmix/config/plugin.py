@@ -1,0 +1,39 @@
+"""Sections that name code of a user's: plug-ins of all kinds, and the `hooks` of a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+
+from cdrmix.config.section import Section
+
+# package.module:Name, by which a configuration names a class of a user's.
+_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+PluginPath = Annotated[str, StringConstraints(pattern=rf"^{_PATH}$")]
+
+
+def is_plugin(name: str) -> bool:
+    """True if a name is one of a user's class, package.module:Name, and none of ours."""
+    return re.fullmatch(_PATH, name) is not None
+
+
+class PluginConfig(Section):
+    """Class of a user's, and its options."""
+
+    use: PluginPath
+    """Class, as package.module:Name, of an installed package or of a file in `plugins`."""
+    options: dict[str, Any] = {}
+    """Options of the class, which it checks itself."""
+
+
+class HookConfig(PluginConfig):
+    """Code that a run calls at fixed places."""
+
+    priority: int = 0
+    """Hooks are called by rising priority, those of one priority in the order of the list."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """stop: an error in the hook ends the run. warn: it switches the hook off on all ranks."""
+    unsafe: bool = False
+    """Give the hook the engine itself, with which it can change what is trained."""
