@@ -65,10 +65,8 @@ def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
         path, _, key = entry.path.partition("[].")
-        required = {"evaluation.suites": "name: routing, ", "hooks": "use: my_hooks:Noise, "}.get(
-            path, ""
-        )
-        required = "" if required.startswith(f"{key}:") else required
+        needed = {"evaluation.suites": "name: routing", "hooks": "use: my_hooks:Noise"}.get(path)
+        required = f"{needed}, " if needed and not needed.startswith(f"{key}:") else ""
         override = f"{path}=[{{{required}{key}: {entry.example}}}]"
     assert load_config(REASON, [*NEEDS.get(entry.path, []), override])
 
