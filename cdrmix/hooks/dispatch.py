@@ -41,7 +41,9 @@ class NamedHook:
     priority: int = 0
     on_error: Literal["stop", "warn"] = "stop"
     unsafe: bool = False
-    is_ours: bool = False  # added by CDRmix: its time and its coming and going are not told
+    # Added by CDRmix: its time and its coming and going are not told, and the numbers that it adds
+    # to a line have names of the table of metrics.
+    is_ours: bool = False
 
 
 def configured_hooks(hooks: Sequence[HookConfig]) -> list[NamedHook]:
@@ -145,10 +147,9 @@ class Hooks:
     def log(self, step: int, record: dict[str, float]) -> dict[str, float]:
         """Returns a line of metrics with what the hooks add to it."""
         for each in self._listening("on_log"):
-            hook, name = each.named.hook, each.named.name
-            record |= (
-                self._ask(each, "on_log", partial(added_numbers, hook, name, step, record)) or {}
-            )
+            name = None if each.named.is_ours else each.named.name
+            add = partial(added_numbers, each.named.hook, step, record, name=name)
+            record |= self._ask(each, "on_log", add) or {}
         return record
 
     def saved(self, step: int, folder: Path) -> None:

@@ -107,6 +107,8 @@ def test_numbers_join_a_line_under_the_name_of_the_hook() -> None:
     line = hooks.log(5, {"step": 5})
     assert line == {"step": 5, "plugin/one/a%2Fb": 2.5, "plugin/one/n": 1}
     assert started().log(5, {"step": 5}) == {"step": 5}
+    ours = started(NamedHook("cdrmix:ours", Logs({"tracker/dropped": 3}), is_ours=True))
+    assert ours.log(5, {"step": 5}) == {"step": 5, "tracker/dropped": 3}
     wrong = started(NamedHook("wrong", Logs({"a": "text"})))
     wrong.log(5, {"step": 5})
     with pytest.raises(ConfigError, match=r"on_log returned 'a': 'text', which is no number"):
