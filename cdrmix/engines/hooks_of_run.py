@@ -5,7 +5,8 @@ from __future__ import annotations
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.engines.optimizer_check import OptimizerCheck
-from cdrmix.hooks.dispatch import Hooks, NamedHook, configured_hooks
+from cdrmix.hooks.called import NamedHook
+from cdrmix.hooks.dispatch import Hooks, configured_hooks
 
 # Before hooks of priority 0, which then see a step that was checked.
 _FIRST = -1000
