@@ -20,6 +20,7 @@ class NamedHook:
     priority: int = 0
     on_error: Literal["stop", "warn"] = "stop"
     unsafe: bool = False
+    names_metrics: bool = False  # one of ours, whose numbers are in the table of metrics
 
 
 def configured_hooks(hooks: Sequence[HookConfig]) -> list[NamedHook]:
@@ -64,7 +65,8 @@ class Hooks:
         """Returns a line of metrics with what the hooks add to it."""
         for each in self._hooks:
             added = each.hook.on_log(step, record) or {}
-            record |= {f"plugin/{each.name}/{key}": value for key, value in added.items()}
+            prefix = "" if each.names_metrics else f"plugin/{each.name}/"
+            record |= {f"{prefix}{key}": value for key, value in added.items()}
         return record
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
