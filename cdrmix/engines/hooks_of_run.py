@@ -6,20 +6,30 @@ import sys
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.hooks.dispatch import Hooks, NamedHook, configured_hooks
 from cdrmix.tracking.choice import trackers_of
 from cdrmix.tracking.hook import TrackerHook
 from cdrmix.tracking.writer import make_tracker
 
+# Before hooks of priority 0, which then see a step that was checked.
+_FIRST = -1000
+
 
 def hooks_of_run(config: Config) -> Hooks:
     """Makes the hooks of a run; collective. Raises ConfigError on every rank."""
     hooks: list[NamedHook] = runtime.together(lambda: configured_hooks(config.hooks))
-    return Hooks([*hooks, *_trackers(config)])
+    if config.optimizer.kind == "muon":
+        # A colon is in no name of the configuration.
+        name = "cdrmix:optimizer_check"
+        hooks.append(NamedHook(name, OptimizerCheck(), _FIRST, unsafe=True, is_ours=True))
+    if config.monitoring.trackers != ():
+        hooks.append(_trackers(config))
+    return Hooks(hooks)
 
 
-def _trackers(config: Config) -> list[NamedHook]:
-    """The trackers of rank 0, behind all hooks that add to the lines that they get."""
+def _trackers(config: Config) -> NamedHook:
+    """The trackers, which only rank 0 has, behind all hooks that add to the lines that they get."""
     trackers = trackers_of(config) if runtime.rank() == 0 else ()
 
     def check() -> None:
@@ -27,7 +37,6 @@ def _trackers(config: Config) -> list[NamedHook]:
             make_tracker(tracker)
 
     runtime.together(check)
-    if not trackers:
-        return []
     hook = TrackerHook(trackers, wait_seconds=config.monitoring.tracker_wait_seconds)
-    return [NamedHook("trackers", hook, priority=sys.maxsize, names_metrics=True)]
+    # A fault of our own here ends no run either.
+    return NamedHook("cdrmix:trackers", hook, sys.maxsize, on_error="warn", is_ours=True)

@@ -128,8 +128,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("suite/*/*/*", "as the metric's name says", "none"),
     # Where it is not 0: depends on the machine.
     Metric("tracker/dropped", "lines of this start", "none", deterministic=False),
-    # Numbers that hooks add: name of the hook's class, and key.
+    # Numbers that hooks add: name of the hook, and key.
     Metric("plugin/*/*", "as the hook says", "none", deterministic=False),
+    Metric("hooks/*/seconds", "seconds in a hook", "max", "step", deterministic=False),
     Metric("suite/*/failures", "times it failed, since the start of the run", "none"),
 )
 

@@ -62,9 +62,7 @@ def test_a_package_that_is_missing_is_told_with_its_extra(
 ) -> None:
     check_trackers(trackers("[tensorboard, wandb, mlflow]"), tmp_path)
     there = {"mlflow", "tensorboard"}
-    monkeypatch.setattr(
-        choice, "find_spec", lambda name: find_spec(name) if name in there else None
-    )
+    monkeypatch.setattr(choice, "find_spec", lambda name: name in there or None)
     with pytest.raises(ConfigError) as caught:
         check_trackers(trackers("[tensorboard, wandb, mlflow]"), tmp_path)
     first, second = str(caught.value).splitlines()
