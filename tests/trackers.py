@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import sqlite3
+import struct
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from cdrmix.config.tracking import TensorBoardOptions
 from cdrmix.tracking import Line, TrackedRun, Tracker
 from cdrmix.tracking.tensorboard_tracker import TensorBoardTracker
 
@@ -43,15 +44,13 @@ class Blocks(Tracker):
 
 
 class OnFullDisk(TensorBoardTracker):
-    """TensorBoard on a disk that takes 8 KiB."""
-
-    def __init__(self) -> None:
-        super().__init__(TensorBoardOptions())
+    """TensorBoard on a disk that has room for a line or two."""
 
     def open(self, run: TrackedRun) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         super().open(run)
+        size = max(file.stat().st_size for file in run.folder.glob("events*"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, resource.RLIM_INFINITY))
 
 
 class Service(Tracker):
@@ -91,21 +90,33 @@ def points_of_mlflow(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def rows_of_wandb(folder: Path) -> list[list[dict[str, Any]]]:
     """Rows of each offline run in the order of their folders."""
-    import json
-
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     runs = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
         rows = []
-        while (data := store.scan_data()) is not None:
-            record = Record()
-            record.ParseFromString(data)
+        for data in _records(file.read_bytes()):
+            record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
                 rows.append({key: json.loads(text) for key, text in items.items()})
         runs.append(rows)
     return runs
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Records of a file of W&B: behind 7 bytes a log as LevelDB has it, in blocks of 32 KiB, each
+    part with a checksum, its length and its kind (1 whole, 2 first, 3 middle, 4 last)."""
+    assert data[:4] == b":W&B"
+    position, record = 7, b""
+    while position < len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""

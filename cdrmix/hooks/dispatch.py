@@ -148,12 +148,11 @@ class Hooks:
         """Returns a line of metrics with what the hooks add to it."""
         for each in self._listening("on_log"):
             hook, name = each.named.hook, each.named.name
-            adds: Callable[[], Mapping[str, float] | None]
             if each.named.is_ours:
-                adds = partial(hook.on_log, step, record)
+                added = self._ask(each, "on_log", partial(hook.on_log, step, record))
             else:
-                adds = partial(added_numbers, hook, name, step, record)
-            record |= self._ask(each, "on_log", adds) or {}
+                added = self._ask(each, "on_log", partial(added_numbers, hook, name, step, record))
+            record |= dict(added or {})
         return record
 
     def saved(self, step: int, folder: Path) -> None:

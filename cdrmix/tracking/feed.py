@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cdrmix.tracking.writer import Job
+from cdrmix.tracking.writer import IGNORED, Job
 
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); import cdrmix.tracking.writer as w; w.main()"
@@ -40,13 +41,18 @@ class Feed:
         self._reports = b""
         self._is_ending = False
         root = str(Path(__file__).resolve().parents[2])
-        self._process = subprocess.Popen(
-            # -P: no file in the present folder stands in for a package
-            [sys.executable, "-P", "-c", _PROGRAM, root],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        # The process inherits the mask, and takes it off once it ignores these signals.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            self._process = subprocess.Popen(
+                # -P: no file in the present folder stands in for a package
+                [sys.executable, "-P", "-c", _PROGRAM, root],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._input = cast("IO[bytes]", self._process.stdin)
         self._output = cast("IO[bytes]", self._process.stdout)
         for pipe in (self._input, self._output):

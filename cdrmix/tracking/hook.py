@@ -39,9 +39,9 @@ class TrackerHook(Hook):
             job = job_of(tracker, run.directory, folder, step=run.step or -1, config=config)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._feeds.append(Feed(job, name=name))
+                self._feeds.append(Feed(job, name=tracker.use))
             except OSError as error:
-                self._tell(name, f"cannot be started ({error.strerror})")
+                self._tell(tracker.use, f"cannot be started ({error.strerror})")
 
     def on_log(self, step: int, record: Mapping[str, float]) -> Mapping[str, float] | None:
         """Hands over a line; returns the number of lines that were dropped so far, if any."""
@@ -86,11 +86,11 @@ class TrackerHook(Hook):
             if feed.why is not None:
                 self._tell(feed.name, feed.why)
 
-    def _tell(self, name: str, why: str) -> None:
-        if name not in self._in_trouble:
-            self._in_trouble.add(name)
+    def _tell(self, use: str, why: str) -> None:
+        if use not in self._in_trouble:
+            self._in_trouble.add(use)
             logger.warning(
                 "warning: tracker %s: %s. The run goes on; see %s, and make its copy anew with: %s",
-                *(name, why, folder_of(self._run.directory, name) / WRITER_LOG),
-                command_to_copy(self._run.directory, name),
+                *(use, why, folder_of(self._run.directory, name_of(use)) / WRITER_LOG),
+                command_to_copy(self._run.directory, use),
             )

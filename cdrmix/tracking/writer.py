@@ -31,6 +31,8 @@ from cdrmix.config.redaction import redacted_text
 from cdrmix.config.tracking import TrackerConfig
 from cdrmix.tracking.tracker import Line, TrackedRun, Tracker
 
+# A signal to all processes of a job is the run's to answer: the input ends when the run does.
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Of one input: what waits meanwhile is written together.
 _BYTES_AT_ONCE = 2**20
 _LINES_AT_ONCE = 1_000
@@ -91,9 +93,9 @@ def job_of(
 
 def main() -> None:
     """Runs the writer that the process was started as."""
-    # A signal to all processes of a job is the run's to answer: the input ends when the run does.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     os.nice(10)  # training first
     source = open(0, "rb", buffering=0)  # noqa: SIM115  as long as the process
     job = Job(**json.loads(_first_line(source)))
@@ -148,14 +150,20 @@ def locked(folder: Path, *, waits: bool) -> Iterator[bool]:
 
     The writer of an earlier start may have a moment left. A file system without locks has none.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    mode = fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB)
     is_ours = True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-    except BlockingIOError:
-        is_ours = False
-    except OSError:
-        pass
+    while True:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, mode)
+        except BlockingIOError:
+            is_ours = False
+        except OSError:
+            pass
+        # A copy that was made anew may have come into its place meanwhile.
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            break
+        os.close(descriptor)
     try:
         yield is_ours
     finally:

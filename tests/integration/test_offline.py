@@ -28,6 +28,8 @@ SECRETS = {
     "FAKE_TOKEN": "fake-token-5d1c7e",
     "HF_TOKEN": "hf_fake2b9a41",
     "AWS_SECRET_ACCESS_KEY": "fake-key-91ff03",
+    "WANDB_API_KEY": "fake" * 10,
+    "MLFLOW_TRACKING_PASSWORD": "fake-password-16be20",
     "PIP_INDEX_URL": "https://reader:fake-password-77aa@example.org/simple",
 }
 
