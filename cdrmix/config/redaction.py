@@ -9,7 +9,7 @@ REDACTED = "<redacted>"
 # Up to the last @ before the path, because a password may contain one.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 # Names of secrets among the options of a class of a user's: api_key, authToken, PASSWORD.
-_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+SECRET_NAMES = "key|token|secret|passw|credential"
 
 
 def redacted_text(text: str) -> str:
@@ -45,7 +45,7 @@ def _without_secrets(options: dict[str, Any]) -> dict[str, Any]:
     for key, value in options.items():
         if isinstance(value, dict):
             made[key] = _without_secrets(value)
-        elif isinstance(value, str) and _SECRET.search(str(key)):
+        elif isinstance(value, str) and re.search(SECRET_NAMES, str(key), re.IGNORECASE):
             made[key] = REDACTED
         else:
             made[key] = value
