@@ -15,10 +15,10 @@ from cdrmix.hooks import Hook, RunView, StepFigures
 
 
 class Noting(Hook):
-    """Notes each event, with the step that its view tells, in notes-NAME-RANK.jsonl of the run."""
+    """Notes each event, with the step that its view tells, in notes-FILE-RANK.jsonl of the run."""
 
     class Options(BaseModel):
-        name: str = "noting"
+        file: str = "noting"
         folder: str | None = None  # default: the run directory
 
     def __init__(self, options: Options) -> None:
@@ -33,7 +33,7 @@ class Noting(Hook):
     def on_start(self, run: RunView) -> None:
         self.run = run
         folder = Path(self.options.folder or run.directory)
-        self.file = folder / f"notes-{self.options.name}-{run.rank}.jsonl"
+        self.file = folder / f"notes-{self.options.file}-{run.rank}.jsonl"
         self.note("start", run.stage, run.num_steps, run.engine is not None)
 
     def on_batch(self, batch: Mapping[str, Any]) -> None:
@@ -109,44 +109,32 @@ class Asking(Hook):
                 self.run.request.stop("it is enough")
 
 
-class Failing(Hook):
-    """Raises in an event of one rank, the `time`-th there."""
+class Failing(Noting):
+    """Raises in an event of one rank, the `time`-th there, after it has noted it."""
 
-    class Options(BaseModel):
-        event: str = "on_step"
+    class Options(Noting.Options):
+        file: str = "failing"
+        event: str = "step"
         rank: int = 1
         time: int = 3
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.times = 0
+    options: Options
+    times = 0
 
-    def fail(self, event: str) -> None:
-        if event == self.options.event and int(os.environ["RANK"]) == self.options.rank:
+    def note(self, event: str, *more: Any) -> None:
+        super().note(event, *more)
+        if event == self.options.event and self.run.rank == self.options.rank:
             self.times += 1
             if self.times == self.options.time:
                 raise ValueError("too much")
 
+
+class Saving(Hook):
+    """Saves directly, on rank 1 alone."""
+
     def on_start(self, run: RunView) -> None:
-        self.fail("on_start")
-
-    def on_batch(self, batch: Mapping[str, Any]) -> None:
-        self.fail("on_batch")
-
-    def on_backward_done(self, step: int) -> None:
-        self.fail("on_backward_done")
+        self.run = run
 
     def on_step(self, step: int, measured: StepFigures) -> None:
-        self.fail("on_step")
-
-    def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        self.fail("on_evaluation")
-
-    def on_log(self, step: int, record: Mapping[str, float]) -> None:
-        self.fail("on_log")
-
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        self.fail("on_checkpoint")
-
-    def on_end(self, outcome: Literal["done", "stopped"]) -> None:
-        self.fail("on_end")
+        if self.run.rank == 1 and step == 2:
+            self.run.engine.save_checkpoint(str(self.run.directory / "direct"))

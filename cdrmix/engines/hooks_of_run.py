@@ -7,7 +7,8 @@ import sys
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.engines.optimizer_check import OptimizerCheck
-from cdrmix.hooks.dispatch import Hooks, NamedHook, configured_hooks
+from cdrmix.hooks.called import NamedHook
+from cdrmix.hooks.dispatch import Hooks, configured_hooks
 from cdrmix.tracking.choice import trackers_of
 from cdrmix.tracking.hook import TrackerHook
 from cdrmix.tracking.writer import make_tracker
@@ -17,7 +18,8 @@ _FIRST = -1000
 
 
 def hooks_of_run(config: Config) -> Hooks:
-    """Makes the hooks of a run; collective. Raises ConfigError on every rank."""
+    """Makes the hooks of a run, the same on all ranks; collective. Raises ConfigError on every
+    rank."""
     hooks: list[NamedHook] = runtime.together(lambda: configured_hooks(config.hooks))
     if config.optimizer.kind == "muon":
         # A colon is in no name of the configuration.
@@ -25,6 +27,8 @@ def hooks_of_run(config: Config) -> Hooks:
         hooks.append(NamedHook(name, OptimizerCheck(), _FIRST, unsafe=True, is_ours=True))
     if config.monitoring.trackers != ():
         hooks.append(_trackers(config))
+    names = runtime.all_gather_object([each.name for each in hooks])
+    assert all(each == names[0] for each in names), "a hook has a vote on every rank, or on none"
     return Hooks(hooks)
 
 

@@ -39,10 +39,8 @@ def _wrong(kind: type[Hook], name: str) -> str | None:
     parameters = list(inspect.signature(method).parameters.values())[1:]
     if any(each.kind == each.VAR_POSITIONAL for each in parameters):
         return None
-    return wrong_arguments(
-        name,
-        [each.name for each in parameters if each.kind != each.VAR_KEYWORD],
-    )
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return wrong_arguments(name, [each.name for each in parameters if each.kind in by_place])
 
 
 def unknown_event(name: str) -> str:

@@ -34,9 +34,10 @@ def _kind(values: Any) -> str:
 
 
 def added_numbers(
-    hook: Hook, name: str, step: int, record: Mapping[str, float]
+    hook: Hook, step: int, record: Mapping[str, float], *, name: str | None
 ) -> dict[str, float]:
-    """Numbers that a hook adds to a line, under its name; ConfigError if one is none."""
+    """Numbers that a hook adds to a line, as plugin/NAME/KEY, or by their own names where there is
+    no `name`; ConfigError if one is no number."""
     added = hook.on_log(step, MappingProxyType(dict(record)))
     numbers = {}
     for key, value in (added or {}).items():
@@ -44,5 +45,5 @@ def added_numbers(
             number = int(value) if isinstance(value, int) else float(value)
         except (TypeError, ValueError):
             raise ConfigError(f"on_log returned {key!r}: {value!r}, which is no number") from None
-        numbers[f"plugin/{name}/{quote(str(key), safe='')}"] = number
+        numbers[key if name is None else f"plugin/{name}/{quote(str(key), safe='')}"] = number
     return numbers
