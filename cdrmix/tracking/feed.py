@@ -39,7 +39,6 @@ class Feed:
         self._num_open = 0  # lines given and neither written nor dropped
         self._queue: deque[bytes] = deque()
         self._reports = b""
-        self._is_ending = False
         root = str(Path(__file__).resolve().parents[2])
         # The process inherits the mask, and takes it off once it ignores these signals.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
@@ -82,13 +81,12 @@ class Feed:
 
     def end(self) -> None:
         """Has the process end once it has written all that waits."""
-        self._is_ending = True
+        # Not by closing the pipe, behind which it has a limit: the rank is there, and waits.
+        self._put({"end": True})
 
     def is_over(self) -> bool:
         """Hands over what waits, and tells if the process has ended."""
         self._look()
-        if self._is_ending and not self._queue and not self._input.closed:
-            self._input.close()
         return self._output.closed and self._process.poll() is not None
 
     def close(self, *, kills: bool) -> None:

@@ -4,7 +4,8 @@ A tracker's package takes seconds to import, starts threads, listens to signals,
 block or crash. In a process of its own none of it reaches a rank. The process ends when its input
 does, also because the rank was killed.
 
-Input, one JSON object a line: `Job` first, then {"line": {...}, "time": ...} or {"rewind": step}.
+Input, one JSON object a line: `Job` first, then {"line": {...}, "time": ...} or {"rewind": step},
+and {"end": true}.
 Output, likewise: {"written": n}, or {"lost": n, "why": ...}, for n lines.
 """
 
@@ -175,7 +176,11 @@ def _inputs(source: IO[bytes]) -> Iterator[list[dict[str, Any]]]:
     rest = b""
     while piece := source.read(_BYTES_AT_ONCE):
         *lines, rest = (rest + piece).split(b"\n")
-        yield [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        is_end = bool(messages) and "end" in messages[-1]
+        yield messages[:-1] if is_end else messages
+        if is_end:
+            return
 
 
 class _Writer:
