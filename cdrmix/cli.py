@@ -33,6 +33,7 @@ from cdrmix.verbs.flags import (
     add_weights_flag,
     at_least,
 )
+from cdrmix.verbs.live_verbs import add_serve, add_watch
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -313,6 +314,8 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_generate,
     add_evaluate,
     add_compare,
+    add_watch,
+    add_serve,
     add_export,
     add_report,
 )

@@ -23,6 +23,8 @@ _MOST_VALUES = 2**18
 # A file that is none of ours may name a metric of its own in each line.
 _MOST_NAMES = 4_096
 _BLOCK_BYTES = 2**20  # read at once; a longer line is none of ours, and skipped
+_LINE_BYTES = 2**16  # of the longest that is sought from the end
+_SOUGHT_BYTES = 2**25
 _LINES_AT_ONCE = 1_000  # parsed in one call, which takes half the time of one call each
 _FINGERPRINT_BYTES = 256
 
@@ -150,9 +152,18 @@ class GrowingMetrics:
     A resume or a rollback replaces the file by a shorter one: it is then read from its beginning.
     """
 
-    def __init__(self, path: Path, series_of: Collection[str] | None = None) -> None:
-        """Reads nothing yet; `series_of` is that of `MetricColumns`."""
+    def __init__(
+        self,
+        path: Path,
+        series_of: Collection[str] | None = None,
+        *,
+        newest_bytes: int | None = None,
+    ) -> None:
+        """Reads nothing yet; `series_of` is that of `MetricColumns`, and `newest_bytes` the part at
+        the end of the file that is read at first, in place of all of it."""
         self.path = path
+        self._newest_bytes = newest_bytes
+        self.skipped_bytes = 0  # before the part that was read
         self.columns = MetricColumns(series_of)
         self._file_id: tuple[int, int] | None = None
         self._offset = 0
@@ -190,7 +201,11 @@ class GrowingMetrics:
         if not is_same:
             self._start_over()
             self._file_id = found
-            file.seek(0)
+            if self._newest_bytes is not None:
+                self._offset = max(0, file.seek(0, os.SEEK_END) - self._newest_bytes)
+                self.skipped_bytes = self._offset
+                self._skips_line = self._offset > 0  # a part of one, most likely
+            file.seek(self._offset)
         has_changed = not is_same
         while block := file.read(_BLOCK_BYTES):
             taken = self._take(block)
@@ -217,6 +232,30 @@ class GrowingMetrics:
         for begin in range(0, len(lines), _LINES_AT_ONCE):
             self.columns.add(_parsed(lines[begin : begin + _LINES_AT_ONCE]))
         return end
+
+
+def newest_with(path: Path, name: str) -> dict[str, Any] | None:
+    """Newest record with a metric that may be logged rarely; None where the last lines have none.
+
+    It is sought backwards from the end of the file, without parsing the lines between.
+    """
+    mark = f'"{name}":'.encode()
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            for begin in range(end - _BLOCK_BYTES, end - _SOUGHT_BYTES, -_BLOCK_BYTES):
+                file.seek(max(0, begin))
+                # a line may reach into the next block
+                block = file.read(min(_BLOCK_BYTES + _LINE_BYTES, end - max(0, begin)))
+                place = block.rfind(mark)
+                if place >= 0:
+                    first = block.rfind(b"\n", 0, place) + 1
+                    return next(iter(_parsed([block[first:].split(b"\n", 1)[0]])), None)
+                if begin <= 0:
+                    return None
+    except OSError:
+        return None
+    return None
 
 
 def read_columns(path: Path) -> MetricColumns:

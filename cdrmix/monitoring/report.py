@@ -58,12 +58,16 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render_report(run: RecordedRun, *, frame: str = PAGE, **of_frame: Any) -> str:
-    """Renders the report inside of a frame, a template that lays out the block `main`; a frame
-    beside that of files takes values of its own."""
-    contents = _contents(run)
-    template = "monitoring/templates/report.html"
-    return render(template, frame=frame, run=run, report=contents, **of_frame)
+def render_report(
+    run: RecordedRun,
+    template: str = "monitoring/templates/report.html",
+    *,
+    frame: str = PAGE,
+    **values: Any,
+) -> str:
+    """Renders the report: by a template that extends report.html, inside of a frame, a template
+    that lays out the block `main`; both may take further values."""
+    return render(template, frame=frame, run=run, report=_contents(run), **values)
 
 
 def read_run(run_dir: Path, metrics: MetricColumns | None = None) -> RecordedRun:
