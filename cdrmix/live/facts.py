@@ -88,10 +88,9 @@ def _health(status: Status) -> Fact:
     ]
     if counted:
         return Fact("health", ", ".join(counted), "warn")
-    warned = status.health.get("warnings", 0)
-    return Fact(
-        "health", f"{warned:,} warnings" if warned else "good", "warn" if warned else "good"
-    )
+    if warned := status.health.get("warnings", 0):
+        return Fact("health", f"{warned:,} warning{'s' if warned > 1 else ''}", "warn")
+    return Fact("health", "good", "good")
 
 
 def state_text(status: Status) -> str:
@@ -100,7 +99,7 @@ def state_text(status: Status) -> str:
 
 
 def state_level(status: Status) -> Level:
-    """How good the state of a run is."""
+    """Colour of the state of a run."""
     return "bad" if status.is_late else LEVELS[status.state]
 
 
