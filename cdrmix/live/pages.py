@@ -243,5 +243,6 @@ class StaticFile:
 STATIC = {
     "page.css": StaticFile("monitoring/templates/page.css", "text/css"),
     "live.css": StaticFile("live/templates/live.css", "text/css"),
+    "icon.svg": StaticFile("live/templates/icon.svg", "image/svg+xml"),
     "live.js": StaticFile("live/templates/live.js", "text/javascript"),
 }

@@ -98,11 +98,13 @@ def _forward(port: int) -> str:
 
 
 def _listen(port: int) -> socket.socket:
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port}: allowed are 1 to 65535, or 0 for a free one")
     try:
         return socket.create_server(("127.0.0.1", port))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"--port {port}: cannot be taken ({error}). Give another, or 0 for a free one"
+            f"--port {port}: cannot be taken ({error.strerror}). Give another, or 0 for a free one"
         ) from error
 
 
