@@ -11,9 +11,21 @@ from pathlib import Path
 from cdrmix.cluster.start_records import add_start_record
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.monitoring.sinks import write_json_atomic
-from tests.unit.monitoring.test_report import CONFIG, PLAN
 
 STEPS = 400
+# Values of cdrmix-core-tiny that a view shows or compares.
+CONFIG = """\
+name: NAME
+model: {hidden_size: 128, num_layers: 4, num_heads: 4, vocab_size: 4096}
+training:
+  max_steps: 400
+  global_batch_size: 8
+  sequence_length: 256
+  learning_rate: 2.0e-3
+  min_learning_rate: 2.0e-4
+  warmup_steps: 40
+data: {path: sample}
+"""
 DEAD = 2**22 + 1  # above the highest number of a process
 
 
@@ -23,10 +35,8 @@ class LiveRun:
     def __init__(self, path: Path, *, name: str = "cdrmix-core-tiny") -> None:
         self.path = path
         self.path.mkdir(parents=True)
-        text = CONFIG.replace("NUM_STEPS", str(STEPS)).replace("cdrmix-core-tiny", json.dumps(name))
-        (path / "config_snapshot.yaml").write_text(text)
+        (path / "config_snapshot.yaml").write_text(CONFIG.replace("NAME", json.dumps(name)))
         (path / "metrics.jsonl").touch()
-        write_json_atomic(path / "plan.json", PLAN)
         start = {"began": "2026-11-22T08:09:10+00:00", "stage": "a", "from_step": 0}
         add_start_record(path, start)
         self.hold()

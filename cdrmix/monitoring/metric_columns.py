@@ -125,25 +125,33 @@ class MetricColumns:
 
     def _add_ascending(self, records: Sequence[dict[str, Any]]) -> None:
         """Adds records of ascending steps, metric by metric."""
-        for name in dict.fromkeys(name for record in records for name in record):
-            if name != "step":
-                points = [(line["step"], line[name]) for line in records if name in line]
-                if self._series_of is not None and name not in self._series_of:
-                    points = points[-1:]
-                    self._columns.pop(name, None)
-                self._add_points(name, points)
+        all_steps = np.array([line["step"] for line in records], dtype=np.float64)
+        for name in dict.fromkeys(name for line in records for name in line):
+            if name == "step" or (name not in self._columns and len(self._columns) >= _MOST_NAMES):
+                continue
+            held = [line[name] for line in records if name in line]
+            steps = all_steps
+            if len(held) < len(records):
+                steps = all_steps[[name in line for line in records]]
+            if self._series_of is not None and name not in self._series_of:
+                held, steps = held[-1:], steps[-1:]
+                self._columns.pop(name, None)
+            steps, values = _numbers(steps, held)
+            if len(steps):
+                self._columns.setdefault(name, Column()).add(steps, values)
 
-    def _add_points(self, name: str, points: Sequence[tuple[int, Any]]) -> None:
-        """Adds steps and values of one metric; leaves out what is no number."""
-        try:
-            # reads the names of non-finite numbers too
-            both = np.array(points, dtype=np.float64).T
-        except (TypeError, ValueError, OverflowError):
-            numbers = [(step, number) for step, v in points if (number := _number(v)) is not None]
-            both = np.array(numbers, dtype=np.float64).reshape(-1, 2).T
-        if not both.size or (name not in self._columns and len(self._columns) >= _MOST_NAMES):
-            return
-        self._columns.setdefault(name, Column()).add(*both)
+
+def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Values as floats with their steps; leaves out what is no number."""
+    try:
+        # reads the names of non-finite numbers too
+        floats = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = [_number(value) for value in values]
+        is_number = [value is not None for value in found]
+        return steps[is_number], np.array([value for value in found if value is not None])
+    # lists of one length, which are no numbers
+    return (steps, floats) if floats.ndim == 1 else (steps[:0], floats[:0, 0])
 
 
 class GrowingMetrics:
