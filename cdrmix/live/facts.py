@@ -47,10 +47,10 @@ _METRICS: tuple[tuple[str, str, _Format], ...] = (
     ("moe/overflow_fraction", "overflow", "{:.2%}".format),
 )
 _COUNTS = {
-    "skipped_steps": ("skipped step", "skipped steps"),
+    "skipped_steps": ("skipped", "skipped"),
     "rollbacks": ("rollback", "rollbacks"),
-    "spikes": ("loss spike", "loss spikes"),
-    "lowerings": ("lowered rate", "lowered rates"),
+    "spikes": ("spike", "spikes"),
+    "lowerings": ("lower rate", "lower rates"),
 }
 
 

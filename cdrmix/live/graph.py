@@ -47,7 +47,7 @@ def graph(
         return min(max(int((value - low) / span * height * up), 0), height * up - 1)
 
     before = None
-    noise = np.median(highs - lows)
+    noise = np.median(highs - lows)  # of most columns
     for column, least, middle, most in zip(begins, lows, middles, highs, strict=True):
         first = last = row(middle)
         if most - middle > _SPIKE * noise:
@@ -64,13 +64,18 @@ def graph(
 def _stretches(
     steps: np.ndarray, values: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Columns that hold values, and lowest, middle and highest value of each."""
+    """Columns from the first with a value to the last, and lowest, middle and highest value."""
     offsets = (steps - steps[0]) / ((steps[-1] - steps[0]) or 1.0)
     columns = np.minimum((offsets * count).astype(int), count - 1)
     taken, begins = np.unique(columns, return_index=True)
     parts = np.split(values, begins[1:])
-    figures = np.array([(part.min(), np.median(part), part.max()) for part in parts])
-    return taken, *figures.T
+    figures = np.array([(part.min(), np.median(part), part.max()) for part in parts]).T
+    # a straight line where no value is
+    every = np.arange(taken[0], taken[-1] + 1)
+    middles = np.interp(every, taken, figures[1])
+    lows, highs = middles.copy(), middles.copy()
+    lows[taken - taken[0]], highs[taken - taken[0]] = figures[0], figures[2]
+    return every, lows, middles, highs
 
 
 def _edges(values: np.ndarray, middles: np.ndarray) -> tuple[float, float]:

@@ -143,22 +143,26 @@ def _curve(
 
 
 def _fact_lines(shown: Sequence[Fact], width: int) -> list[Text]:
-    """Figures in columns of equal width, read from top to bottom."""
+    """Figures in columns of equal width, read from top to bottom; long ones on lines of their own
+    below."""
     across = max(1, width // _FACT_COLUMNS)
-    down = -(-len(shown) // across)
-    cells = width // across
+    room = width // across
+    cells = [
+        Text.assemble((f"{fact.name:{_NAME_COLUMNS}}", "dim"), (fact.value, _STYLES[fact.level]))
+        for fact in shown
+    ]
+    long = [cell for cell in cells if cell.cell_len >= room]
+    short = [cell for cell in cells if cell.cell_len < room]
+    down = -(-len(short) // across)
     lines = []
     for number in range(down):
         line = Text()
-        for fact in shown[number::down]:
-            name = f"{fact.name:{_NAME_COLUMNS}}"
-            cell = Text.assemble((name, "dim"), (fact.value, _STYLES[fact.level]))
-            cell.truncate(cells - 1, overflow="ellipsis", pad=True)
-            line.append(cell)
-            line.append(" ")
+        for cell in short[number::down]:
+            line.append_text(cell)
+            line.append(" " * (room - cell.cell_len))
         line.rstrip()
         lines.append(line)
-    return lines
+    return [*lines, *long]
 
 
 def table_view(runs: Sequence[tuple[Status, MetricColumns]], size: Size) -> list[Text]:

@@ -133,7 +133,7 @@ def test_figures_are_those_of_the_files(run):
     assert found["loss"] == "7.9800"
     assert found["overflow"] == "3.10%"
     assert found["memory peak"] == "3 GiB"
-    assert found["health"] == "1 skipped step, 2 loss spikes"
+    assert found["health"] == "1 skipped, 2 spikes"
     assert found["checkpoint"].startswith("step 2, ")
     assert [line.text for line in status(run).warnings] == ["warning: something"]
     assert (status(run).step, status(run).num_steps, status(run).stage) == (2, STEPS, "a")
