@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -104,7 +105,8 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise ConfigError(
-            f"--port {port}: cannot be taken ({error.strerror}). Give another, or 0 for a free one"
+            f"--port {port}: cannot be taken ({os.strerror(error.errno or 0)}). Give another, or 0 "
+            "for a free one"
         ) from error
 
 
