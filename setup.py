@@ -41,6 +41,7 @@ setup(
         "cdrmix.corpus": ["templates/*"],
         "cdrmix.evaluation.code_tasks": ["tasks/*.yaml"],
         "cdrmix.evaluation.suites": ["tasks/*"],
+        "cdrmix.live": ["templates/*"],
         "cdrmix.models": ["*.cpp"],
         "cdrmix.monitoring": ["templates/*"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],

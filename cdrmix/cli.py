@@ -33,6 +33,7 @@ from cdrmix.verbs.flags import (
     add_weights_flag,
     at_least,
 )
+from cdrmix.verbs.live_verbs import add_serve, add_watch
 from cdrmix.verbs.track_verb import add_track
 
 if TYPE_CHECKING:
@@ -317,6 +318,8 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_evaluate,
     add_compare,
     add_track,
+    add_watch,
+    add_serve,
     add_export,
     add_report,
 )

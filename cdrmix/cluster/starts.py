@@ -23,6 +23,8 @@ from cdrmix.errors import ConfigError
 
 STARTS = "starts.jsonl"
 MARKER = "finished.json"
+# Held by the job that trains in a run directory; names its host and process.
+LOCK = ".lock"
 # Wall clock time of the command in seconds; set by `cdrmix launch` and job scripts.
 COMMANDED_VARIABLE = "CDRMIX_COMMANDED"
 
@@ -81,6 +83,16 @@ def process_start_ticks(process: int) -> str | None:
     """Start of a living process, in clock ticks since boot; None if there is no such process."""
     fields = _stat(process)
     return fields[19] if fields and fields[0] != "Z" else None
+
+
+def parsed_holder(text: str) -> dict[str, Any]:
+    """Host, process and start of a lock's holder; empty for lock files of earlier versions."""
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        return {}
+    is_whole = isinstance(holder, dict) and {"host", "process", "started"} <= holder.keys()
+    return holder if is_whole and isinstance(holder["process"], int) else {}
 
 
 def age_seconds(process: int) -> float:

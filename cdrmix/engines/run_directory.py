@@ -19,7 +19,7 @@ from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import is_passing, read_json, retried
 from cdrmix.cluster.messages import LAUNCH_FOLDER
 from cdrmix.cluster.start_records import STARTS_FOLDER
-from cdrmix.cluster.starts import process_start_ticks
+from cdrmix.cluster.starts import LOCK, parsed_holder, process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.resuming import resumed_run
 from cdrmix.config.schema import Config
@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # brings torch, which is not imported before a start is check
 
 logger = get_logger(__name__)
 
-_LOCK = ".lock"
 # An NFSv4 server keeps the lock of a client that is gone for a lease, 90 s by default.
 _SECONDS_FOR_LEASE = 100.0
 _SECONDS_BETWEEN_TRIES = 0.5
@@ -48,10 +47,10 @@ FINISHED = "finished.json"
 # Step of the newest save, kept outside of checkpoints/, which may be a volume that is not mounted.
 SAVES = "saves.json"
 # Files of a start that was refused before it became a run.
-_LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
+_LEFT_BY_REFUSED = {LOCK, LOG, LAUNCH_FOLDER}
 # Everything else is renamed into place, which replaces a link; these would follow it elsewhere.
 _WRITTEN_IN_PLACE = (
-    _LOCK,
+    LOCK,
     LOG,
     METRICS,
     LAUNCH_FOLDER,
@@ -90,7 +89,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return
         try:
             # Opened anew: a client of NFS asks the server then, and may keep what is open.
-            holder = _parsed_holder((self.path / _LOCK).read_text(encoding="utf-8"))
+            holder = parsed_holder((self.path / LOCK).read_text(encoding="utf-8"))
         except FileNotFoundError:  # removed by hand; nobody else has come since
             return
         if holder and (holder["host"], holder["process"]) != (socket.gethostname(), os.getpid()):
@@ -175,7 +174,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     try:
         path, goes_on = place_of_run(config, requested=requested, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path / _LOCK)
+        lock = _locked(path / LOCK)
     except OSError as error:
         # EACCES passes where NFS renews a Kerberos ticket, but here it mostly is the user's rights.
         if is_passing(error) and not isinstance(error, PermissionError):
@@ -232,7 +231,7 @@ def _locked(path: Path) -> IO[str]:
                 break
             except BlockingIOError:
                 file.seek(0)
-                holder = _parsed_holder(file.read())
+                holder = parsed_holder(file.read())
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -272,16 +271,6 @@ def _locked(path: Path) -> IO[str]:
         file.close()
         raise
     return file
-
-
-def _parsed_holder(text: str) -> dict[str, Any]:
-    """Host, process and start of a lock's holder; empty for lock files of earlier versions."""
-    try:
-        holder = json.loads(text)
-    except ValueError:
-        return {}
-    is_whole = isinstance(holder, dict) and {"host", "process", "started"} <= holder.keys()
-    return holder if is_whole and isinstance(holder["process"], int) else {}
 
 
 def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:

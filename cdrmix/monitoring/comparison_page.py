@@ -26,12 +26,12 @@ def write_comparison(path: Path, compared: Comparison) -> None:
     if not path.parent.is_dir():
         raise StateError(f"{path}: its folder does not exist. Make it, or give another --out")
     page = render(
-        "monitoring/templates/comparison.html", models=compared.models, suites=_suites(compared)
+        "monitoring/templates/comparison.html", models=compared.models, suites=suites_of(compared)
     )
     write_text_atomic(path, page)
 
 
-def _suites(compared: Comparison) -> list[dict[str, Any]]:
+def suites_of(compared: Comparison) -> list[dict[str, Any]]:
     """Suites with their `rows` and `figures`, and `notes` on the rows that cannot be compared, by
     the reason; rows have a cell for each model, of which `score` and `interval` are texts."""
     labels = [model.label for model in compared.models]

@@ -53,8 +53,7 @@ def _folders(run: RecordedRun, family: str) -> dict[str, str]:
     """Names of folders of old data with their metrics of a family; one without a name if alone."""
     named = {
         folder: name
-        for line in run.records
-        for name in line
+        for name in run.metrics.names
         if (folder := member_of(family, name)) is not None
     }
     return named or {"": family.replace("old/*/loss", "old_loss").replace("old/*/", "")}

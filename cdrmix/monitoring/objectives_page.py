@@ -30,8 +30,7 @@ def objectives_report(run: RecordedRun) -> dict[str, Any] | None:
     objectives = run.config.objectives if run.config else None
     names = dict.fromkeys(
         member
-        for line in run.records
-        for name in line
+        for name in run.metrics.names
         for family in (_TRAINED, _HELD_OUT)
         if (member := member_of(family, name)) is not None
     )

@@ -16,6 +16,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+# Frame of a page that is a file by itself.
+PAGE = "monitoring/templates/page.html"
+
+
 @dataclass(frozen=True)
 class Tile:
     """A key number at the top of a page."""

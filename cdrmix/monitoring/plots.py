@@ -35,16 +35,18 @@ _LABEL_CHARACTER = 0.58  # width of one of their characters, by the size of the 
 _MOST_OF_NAME = 20  # characters of a course's name, inside of its drawing
 _LINE_HEIGHT = 17.0  # of a score with its interval, in points
 _TICK_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
+# Colours of curves, of which the first ones are further apart.
+COLORS = tuple(f"c{number}" for number in range(1, 9))
 # Placeholder colour -> CSS variable. Greys that no colour of the page's palette equals.
 _PLACEHOLDERS = {
     name: f"#{i:02d}{i:02d}{i:02d}"
-    for i, name in enumerate(("ink", "muted", "grid", "c1", "c2", "c3", "c4"), start=1)
+    for i, name in enumerate(("ink", "muted", "grid", *COLORS), start=1)
 }
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line over steps. `color` is c1 to c4; NaN and infinite values are not drawn."""
+    """One line over steps. `color` is one of COLORS; NaN and infinite values are not drawn."""
 
     label: str
     steps: np.ndarray

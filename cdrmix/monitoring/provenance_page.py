@@ -90,8 +90,7 @@ def domain_losses(run: RecordedRun) -> dict[str, Any] | None:
     ends = {name: loss for name, loss, *_ in rows}
     logged = {
         name.removeprefix("eval/domain/").removesuffix("/loss"): None
-        for line in run.records
-        for name in line
+        for name in run.metrics.names
         if name.startswith("eval/domain/") and name.endswith("/loss")
     }
     if not rows and not logged:

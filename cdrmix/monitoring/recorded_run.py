@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cdrmix.config.schema import Config, HealthConfig
+from cdrmix.monitoring.metric_columns import MetricColumns
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RecordedRun:
     """
 
     folder: Path
-    records: list[dict[str, float]]
+    metrics: MetricColumns
     summary: Mapping[str, Any]
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -34,8 +35,7 @@ class RecordedRun:
     @property
     def last_step(self) -> int:
         """Completed steps, as far as they are logged."""
-        logged = int(self.records[-1]["step"]) if self.records else 0
-        return max(logged, self.summary.get("steps") or 0)
+        return max(self.metrics.last_step, self.summary.get("steps") or 0)
 
     @property
     def num_steps(self) -> int | None:
@@ -49,8 +49,7 @@ class RecordedRun:
     @property
     def has_stage_b_steps(self) -> bool:
         """True where a step of Stage B was logged."""
-        names = (name for line in self.records for name in line)
-        return any(name.startswith(("stage_b/", "policy/")) for name in names)
+        return any(name.startswith(("stage_b/", "policy/")) for name in self.metrics.names)
 
     @property
     def is_stage_b_alone(self) -> bool:
@@ -71,9 +70,7 @@ class RecordedRun:
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values of a metric, where it was logged."""
-        points = [(line["step"], line[name]) for line in self.records if name in line]
-        both = np.array(points, dtype=np.float64).reshape(-1, 2)
-        return both[:, 0], both[:, 1]
+        return self.metrics.series(name)
 
     def with_final(
         self, steps: np.ndarray, values: np.ndarray, final: float | None
@@ -87,4 +84,4 @@ class RecordedRun:
 
     def latest(self, name: str) -> float | None:
         """Returns the last logged value of a metric."""
-        return next((line[name] for line in reversed(self.records) if name in line), None)
+        return self.metrics.latest(name)

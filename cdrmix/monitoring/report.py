@@ -20,8 +20,9 @@ from cdrmix.config.schema import Config, RoutingConfig
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
 from cdrmix.monitoring.cpt_page import cpt_report
+from cdrmix.monitoring.metric_columns import MetricColumns, read_columns
 from cdrmix.monitoring.objectives_page import objectives_report
-from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
+from cdrmix.monitoring.page import PAGE, Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
 from cdrmix.monitoring.provenance_page import (
@@ -32,7 +33,7 @@ from cdrmix.monitoring.provenance_page import (
     starts,
 )
 from cdrmix.monitoring.recorded_run import RecordedRun
-from cdrmix.monitoring.sinks import duration, read_metrics, write_text_atomic
+from cdrmix.monitoring.sinks import duration, write_text_atomic
 from cdrmix.monitoring.suites_page import suites_report
 
 # A page of hundreds of evaluations stays readable.
@@ -52,10 +53,32 @@ def write_report(run_dir: Path) -> Path:
 
     Raises StateError if there is no metrics.jsonl, or the page cannot be written.
     """
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
+    path = run_dir / "report.html"
+    write_text_atomic(path, render_report(read_run(run_dir)))
+    return path
+
+
+def render_report(
+    run: RecordedRun,
+    template: str = "monitoring/templates/report.html",
+    *,
+    frame: str = PAGE,
+    **values: Any,
+) -> str:
+    """Renders the report: by a template that extends report.html, inside of a frame, a template
+    that lays out the block `main`; both may take further values."""
+    return render(template, frame=frame, run=run, report=_contents(run), **values)
+
+
+def read_run(run_dir: Path, metrics: MetricColumns | None = None) -> RecordedRun:
+    """Reads a run directory, with `metrics` in place of its metrics.jsonl where they are given.
+
+    Raises StateError if there is no metrics.jsonl.
+    """
+    path = run_dir / "metrics.jsonl"
+    if metrics is None and not path.is_file():
         raise StateError(
-            f"{metrics}: not found. A report is made of a run directory, which holds metrics.jsonl "
+            f"{path}: not found. A report is made of a run directory, which holds metrics.jsonl "
             "from the first logged step on."
         )
     # A live run or one that died lacks some files: each is a problem to name, and no error.
@@ -74,9 +97,9 @@ def write_report(run_dir: Path) -> Path:
         problems[snapshot.name] = f"{snapshot.name} is missing."
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         problems[snapshot.name] = f"{snapshot.name} cannot be read: {error}"
-    run = RecordedRun(
+    return RecordedRun(
         folder=run_dir,
-        records=read_metrics(metrics),
+        metrics=read_columns(path) if metrics is None else metrics,
         summary=_read_json(run_dir / "metrics.json", problems),
         plan=_read_json(run_dir / "plan.json", problems),
         environment=_read_json(run_dir / "environment.json", problems),
@@ -87,11 +110,6 @@ def write_report(run_dir: Path) -> Path:
         config=config,
         problems=problems,
     )
-    path = run_dir / "report.html"
-    write_text_atomic(
-        path, render("monitoring/templates/report.html", run=run, report=_contents(run))
-    )
-    return path
 
 
 def _contents(run: RecordedRun) -> dict[str, Any]:
@@ -115,7 +133,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
     return {
         "name": run.summary.get("name") or (run.config.name if run.config else run.folder.name),
         "state": state,
-        "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
+        "num_bad_losses": int((~np.isfinite(run.series("loss")[1])).sum()),
         "max_events": _MAX_EVENTS,
         "tiles": _tiles(run),
         "loss": _loss_figure(run),

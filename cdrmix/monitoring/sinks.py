@@ -98,7 +98,7 @@ class MetricsFile:
         a half-written last line.
         """
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        records = [(line, _parse(line)) for line in lines if line]
+        records = [(line, parse_record(line)) for line in lines if line]
         earlier = [line + "\n" for line, record in records if record and record["step"] <= step]
         later = [line + "\n" for line, record in records if record and record["step"] > step]
         unreadable = sum(record is None for _, record in records[:-1])
@@ -139,7 +139,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror}") from error
-    return [record for record in map(_parse, text.split("\n")) if record]
+    return [record for record in map(parse_record, text.split("\n")) if record]
 
 
 class _Lasting(ObjectWrapper):
@@ -338,11 +338,11 @@ def without_non_finite(obj: Any) -> Any:
     return obj
 
 
-def _parse(line: str) -> dict[str, float] | None:
+def parse_record(line: str) -> dict[str, float] | None:
     """Reads a record, non-finite values as floats again; None for a line that is none."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     # The rest of a half-written line may be JSON, such as a number, and no record.
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):

@@ -31,6 +31,7 @@ from tools.benchmark.learn_rows import (
     retrieval_rows,
     system_rows,
 )
+from tools.benchmark.live import live_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -429,6 +430,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "muon": ("Muon beside AdamW", muon_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
+    "live": ("Live view", live_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),
     "notice": ("Notice of a lost rank", notice_rows),
     "learn_binding": ("Stage B: plastic adapters bind beyond the window", binding_rows),

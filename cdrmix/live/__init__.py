@@ -1,0 +1,1 @@
+"""Live views of runs: in a terminal, and as local pages."""
