@@ -30,9 +30,11 @@ from tests.browser import Browser
 from tests.live_run import LiveRun
 
 COMMAND = [sys.executable, "-m", "cdrmix.cli"]
-# Takes the terminal over, which then sends the signal of Ctrl-C.
+# Takes the terminal over, which then sends the signal of Ctrl-C. A shell ignores it for what it
+# starts in the background, such as these tests.
 ON_TERMINAL = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from cdrmix.cli import main
 sys.exit(main())
