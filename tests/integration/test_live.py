@@ -53,7 +53,11 @@ def terminal(
     resize(descriptor, columns)
     process = subprocess.Popen(
         [sys.executable, "-c", ON_TERMINAL, *words],
-        env={**os.environ, "TERM": kind},
+        # rich would take a size in the environment for the terminal's
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")},
+            "TERM": kind,
+        },
         **dict.fromkeys(("stdin", "stdout", "stderr"), inner),
         start_new_session=True,
     )
