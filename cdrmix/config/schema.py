@@ -6,7 +6,7 @@ A class checks its own fields; `cdrmix.planning.rules` checks pairs across secti
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,7 @@ from cdrmix.config.objectives import (
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
+from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
 
 
@@ -87,8 +88,8 @@ class DataConfig(Section):
     verify: Literal["digest", "size"] = "digest"
     """Check of the shards before training: sha256 of every shard, spread over the ranks, or file
     sizes only."""
-    prefetch_batches: int = Field(2, ge=0)
-    """Batches that a thread reads ahead; 0: none."""
+    prefetch_batches: int | None = Field(None, ge=0)
+    """Older name of resources.prefetch_batches, to which its value goes."""
     mixture: MixtureConfig | None = None
     """Shares of the domains; null: those of the recipe that built the folder, or, if it has none,
     all samples of the split once per epoch."""
@@ -200,8 +201,9 @@ class TrainingConfig(Section):
     total_tokens: int | None = Field(None, ge=1)
     """Length in tokens, rounded up to steps; used without max_steps."""
     global_batch_size: int = Field(ge=1, description="Samples per optimizer step, all ranks.")
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per data rank and forward pass; chosen when left out."""
+    micro_batch_size: Annotated[int, Field(ge=1)] | Auto | None = None
+    """Samples per data rank and forward pass; by the plan when left out. auto: the most that fit,
+    found by trying before the first step; see resources.probe."""
     sequence_length: int = Field(ge=8, description="Tokens per sample.")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of weights and activations in forward and backward."""
@@ -214,8 +216,8 @@ class TrainingConfig(Section):
     sequence_checkpoint_tokens: int | None = Field(None, ge=1)
     """With activation checkpointing: length of the spans in which a block is recomputed, with the
     activations of one span at a time (tokens); null: all tokens."""
-    memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of a device's memory, and of a host's, that a plan may fill (ratio)."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Older name of resources.memory_share, to which its value goes (ratio)."""
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
@@ -285,6 +287,11 @@ class TrainingConfig(Section):
                 f"{self.warmup_steps}{settle} + cooldown of {self.cooldown_steps} are more than "
                 f"{self.num_steps} steps. Try shorter ones, or a longer run"
             )
+
+    @property
+    def fixed_micro_batch_size(self) -> int | None:
+        """Micro batch as given; None: it is left to the plan, or to a probe."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -377,6 +384,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
     data: DataConfig
+    resources: ResourcesConfig = ResourcesConfig()
     objectives: ObjectivesConfig | None = None
     """Weights of the parts of Stage A's loss; null: one mean over all tokens, or by
     data.token_weights."""
@@ -394,6 +402,11 @@ class Config(Section):
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None
     """Reasoning enablement; present in reasoning variants only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_place_for_each(cls, values: Any) -> Any:
+        return with_newer_names(values)
 
     @field_validator("name")
     @classmethod
