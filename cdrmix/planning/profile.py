@@ -338,6 +338,7 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
     `micro` (samples per data rank and forward pass) divides a rank's samples of a step; `device` is
     "cpu" or "cuda"; `reason` joins those of the plan.
     """
+    changed = " instead" if micro != plan.micro_batch_size else ""
     steps, rest = divmod(plan.micro_batch_size * plan.gradient_accumulation_steps, micro)
     assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
     plan = replace(plan, micro_batch_size=micro, gradient_accumulation_steps=steps)
@@ -347,6 +348,6 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
         plan,
         memory=model.estimate(plan, has_copy=plan.saves_in_background),
         deepspeed=plan.deepspeed | batches,
-        reasons=(*plan.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"),
+        reasons=(*plan.reasons, f"micro batch {micro}{changed}, accumulation {steps}: {reason}"),
         cost=None,  # its estimate was for the planned batches
     )
