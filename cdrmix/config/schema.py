@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.evaluation import EvaluationConfig
+from cdrmix.config.launch import LaunchConfig, SupervisionConfig
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.objectives import (
     ObjectivesConfig,
@@ -19,10 +20,11 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfig
+from cdrmix.config.plugin import HookConfigs
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig, each_once
 
 
 class MixturePhase(Section):
@@ -334,45 +336,23 @@ class CheckpointConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """Interval of the log."""
+    """Interval of the log, and trackers, which get a copy of it."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    trackers: tuple[TrackerConfig, ...] | None = Field(None, strict=False)
+    """Trackers, which get a copy of metrics.jsonl, each by its name or as a section; []: none.
+    null: TensorBoard where it is installed."""
+    tracker_wait_seconds: float = Field(10.0, ge=0)
+    """Longest wait for trackers at the end of a stage (seconds); what they have not written by then
+    is told, and `cdrmix track` writes it."""
 
-
-class LaunchConfig(Section):
-    """Settings of `cdrmix launch` and `cdrmix slurm`."""
-
-    environment: dict[str, str] = {}
-    """Environment variables of every rank, such as NCCL_DEBUG: INFO."""
-
-    @field_validator("environment", mode="before")
+    @field_validator("trackers")
     @classmethod
-    def _texts_of_one_line(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        for name, text in value.items():
-            # re.A: shells accept ASCII names only
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
-                raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            # `true` would become the text True, which is not what the file says.
-            is_text = isinstance(text, str | int) and not isinstance(text, bool)
-            # These end a line of a job script or environment file, or a variable's value.
-            if not is_text or re.search(r"[\x00\n\r]", str(text)):
-                raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
-        return {name: str(text) for name, text in value.items()}  # 1 is a text too
-
-
-class SupervisionConfig(Section):
-    """Time limits after which a stalled run ends on all hosts, to be restarted."""
-
-    deadline_seconds: float = Field(60.0, ge=1)
-    """Time after which a silent rank is lost and one without progress is stuck, unless the step
-    before took more than a quarter of it, or the ranks wait for one that may take longer
-    (seconds)."""
-    # In these phases ranks wait for a file server or for rank 0, and show no progress.
-    phase_seconds: float = Field(1_800.0, ge=1)
-    """Longest time to start (up to the end of the first step), for a step of Stage B before the
-    first save, to log, to save, to evaluate or to finish (seconds)."""
+    def _each_once(
+        cls, value: tuple[TrackerConfig, ...] | None
+    ) -> tuple[TrackerConfig, ...] | None:
+        return None if value is None else each_once(value)
 
 
 class Config(Section):
@@ -395,8 +375,7 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
-    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
-    hooks: tuple[HookConfig, ...] = Field((), strict=False)
+    hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""

@@ -13,6 +13,7 @@ from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdow
 from cdrmix.config.resuming_rules import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig
 from cdrmix.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -52,6 +53,7 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
         "data.mixture.phases[]": MixturePhase,
         "evaluation.suites[]": SuiteConfig,
         "hooks[]": HookConfig,
+        "monitoring.trackers[]": TrackerConfig,
     }
     inner = {f"{path}.{key}" for path, section in lists.items() for key in section.model_fields}
     paths = {".".join(path) for path in field_paths(Config)}
@@ -65,10 +67,12 @@ def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
         path, _, key = entry.path.partition("[].")
-        required = {"evaluation.suites": "name: routing, ", "hooks": "use: my_hooks:Noise, "}.get(
-            path, ""
-        )
-        required = "" if required.startswith(f"{key}:") else required
+        needed = {
+            "evaluation.suites": "name: routing",
+            "hooks": "use: my_hooks:Noise",
+            "monitoring.trackers": "use: wandb",
+        }.get(path)
+        required = f"{needed}, " if needed and not needed.startswith(f"{key}:") else ""
         override = f"{path}=[{{{required}{key}: {entry.example}}}]"
     assert load_config(REASON, [*NEEDS.get(entry.path, []), override])
 
