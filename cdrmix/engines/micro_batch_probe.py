@@ -138,7 +138,7 @@ def _probe(
     _warn_if_short(fit)
     # Compared with the plan is what the run takes beside the interpreter and its libraries.
     held = max(runtime.all_gather_object(before)) if runtime.use_cpu() else 0
-    used = (fit.tried[fit.micro_batch_size] or limit) - held
+    used = max(1, (fit.tried[fit.micro_batch_size] or limit) - held)
     return Found.now(
         fit.micro_batch_size,
         used_bytes=used,
