@@ -174,7 +174,7 @@ def _asked_memory(compared: Comparison, limit_gib: float | None) -> int:
     on_cpu = cluster.device == "cpu"
     planned = max(m.total if on_cpu else m.on_host for m in memories) / GIB
     # the margin that the plan keeps on a device: what it fills is at most this share
-    planned /= compared.config.training.memory_share
+    planned /= compared.config.resources.share
     asked = NODE_GIB + cluster.gpus_per_node * (planned + PROCESS_GIB[cluster.device])
     # a node that the plan fits has as much: only rounding can go above it
     most = math.floor(limit_gib) if limit_gib else math.ceil(asked)

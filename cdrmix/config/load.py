@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_origin
@@ -26,10 +27,14 @@ from cdrmix.config.problems import (
     validate,
 )
 from cdrmix.config.redaction import redacted
+from cdrmix.config.resources import older_names
 from cdrmix.config.schema import Config, ParallelConfig
 from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
 
 ABSENT = "(absent)"
 # Name of the sample corpus in data.path.
@@ -64,6 +69,8 @@ def resolve(values: Any, overrides: Sequence[str] = (), *, place: str) -> Config
         values = _overridden(values, override, origins)
     config, problems = validate(values, Config)
     if config is not None:
+        for older, name in older_names(values).items():
+            _tell_older_name(older, name)
         return config
     lines = []
     for problem in problems:
@@ -83,6 +90,11 @@ def resolve(values: Any, overrides: Sequence[str] = (), *, place: str) -> Config
             f"{blamed}: {problem.text}" if has_path else f"{blamed}: {dotted}: {problem.text}"
         )
     raise ConfigError("\n".join(lines))
+
+
+@cache  # once a process, which may resolve several configurations
+def _tell_older_name(older: str, name: str) -> None:
+    logger.info("%s is an older name of %s, which has its value", older, name)
 
 
 def read_config_text(path: Path, *, folder: str = "model_configs") -> str:

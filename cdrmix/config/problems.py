@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -60,7 +60,7 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
     else:
         return (None, problems) if problems else (config, [])
     unknown = [(problem.path[:-1], problem.meant) for problem in problems]
-    by_path = [(tuple(str(key) for key in detail["loc"]), detail) for detail in details]
+    by_path = list(_of_fields(details, root))
     failed = {path for path, _ in by_path}
     # A value that could not be derived is no fault of its own.
     sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
@@ -77,6 +77,28 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
         elif not sources_failed:
             problems.append(Problem(path[:-1], _message(path, detail, root)))
     return None, problems
+
+
+def _of_fields(
+    details: list[ErrorDetails], root: type[Section]
+) -> Iterator[tuple[Keys, ErrorDetails]]:
+    """Errors with the path of their field, one for each value: where a word may stand for a number,
+    pydantic has an error for both, below the field."""
+    last: Keys | None = None
+    for detail in details:
+        path = tuple(str(key) for key in detail["loc"])
+        above = field_at(path[:-1], root)
+        if above is not None and _words_or_number(above):
+            path = path[:-1]
+            if path == last:
+                continue
+            last = path
+        yield path, detail
+
+
+def _words_or_number(field: FieldInfo) -> bool:
+    kinds = alternatives(field.annotation)
+    return any(isinstance(kind, str) for kind in kinds) and (int in kinds or float in kinds)
 
 
 def _known(
@@ -198,9 +220,14 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Types and literals in an annotation: `int | Literal["a"] | None` -> (int, "a", NoneType)."""
     if get_origin(annotation) in _CONTAINERS:
         return (annotation,)
-    kinds = get_args(annotation) or (annotation,)
+    kinds = [_bare(kind) for kind in get_args(annotation) or (annotation,)]
     words = (get_args(kind) if get_origin(kind) is Literal else [kind] for kind in kinds)
     return tuple(chain.from_iterable(words))
+
+
+def _bare(kind: Any) -> Any:
+    """Type without its bounds: `Annotated[int, Field(ge=1)]` -> int."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -219,20 +246,24 @@ def allowed(field: FieldInfo) -> str:
     """Describes the allowed values of a field: kind, bounds, null."""
     all_kinds = alternatives(field.annotation)
     kinds = [kind for kind in all_kinds if kind is not NoneType]
-    if all(isinstance(kind, str | int) for kind in kinds):
-        text = f"one of {', '.join(str(kind) for kind in kinds)}"
+    words = [str(kind) for kind in kinds if isinstance(kind, str | int)]
+    if len(words) == len(kinds):
+        text = f"one of {', '.join(words)}"
     else:
-        text = _kind_of(kinds[0])
-    text = f"{text} {bounds(field)}".strip()
+        text = " or ".join([f"{_kind_of(kinds[0])} {bounds(field)}".strip(), *words])
     return f"{text}, or null" if NoneType in all_kinds else text
 
 
 def bounds(field: FieldInfo) -> str:
     """Describes the range of a number, such as 'from 0 and below 1'; empty if it has none."""
+    # Those of a number that a word may stand for are its type's: Annotated[int, Field(ge=1)].
+    of_types = (get_args(kind)[1:] for kind in get_args(field.annotation))
+    infos = (info for infos in of_types for info in infos if isinstance(info, FieldInfo))
+    limits = [*field.metadata, *chain.from_iterable(info.metadata for info in infos)]
     return " and ".join(
         f"{word} {getattr(bound, name)}"
         for name, word in _BOUNDS.items()
-        for bound in field.metadata
+        for bound in limits
         if hasattr(bound, name)
     )
 

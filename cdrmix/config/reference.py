@@ -47,6 +47,13 @@ _EXAMPLES: dict[str, Any] = {
     "training.start_from": "experiments/first",
     "training.hold_learning_rate": 0.002,
     "training.settle_steps": 200,
+    "resources.memory_share": 0.8,
+    "resources.prefetch_batches": 4,
+    "resources.reader_threads": 2,
+    "resources.queue_size": 1_000,
+    "resources.probe": "again",
+    "training.memory_share": 0.8,
+    "data.prefetch_batches": 4,
     "data.path": "/data/my-shards",
     "data.recipe": "python",
     "data.mixture": {"phases": [{"weights": {"code": 2, "prose": 1}}]},
@@ -214,7 +221,7 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
     limits = bounds(field)
     words = [str(kind) for kind in kinds if isinstance(kind, str | int)]
     item = item_of(field.annotation)
-    if words:
+    if len(words) == len(kinds):
         kind, limits = "choice", ", ".join(words)
     elif item is not None:
         inner = alternatives(item)
@@ -232,6 +239,7 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
         )
     else:
         kind = _TYPES[kinds[0]]
+        limits = " or ".join([*filter(None, [limits]), *words])
     limits = limits or "any"
     if NoneType in alternatives(field.annotation):
         limits += ", or null"

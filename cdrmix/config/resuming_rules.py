@@ -131,6 +131,7 @@ _RULES = {
     "launch.environment": Rule(
         "free", "may change; a changed value is not logged, because it may be secret"
     ),
+    "resources": _FREE,
     "hooks": _ALTERS,
     # What was measured before the first step stands in the checkpoint, and the text that the model
     # wrote then in the run directory: the ranks compare both, and the order of the samples.

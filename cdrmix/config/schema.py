@@ -6,12 +6,13 @@ A class checks its own fields; `cdrmix.planning.rules` checks pairs across secti
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.evaluation import EvaluationConfig
+from cdrmix.config.launch import LaunchConfig, SupervisionConfig
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.objectives import (
     ObjectivesConfig,
@@ -21,6 +22,7 @@ from cdrmix.config.objectives import (
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfigs
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
+from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
 from cdrmix.config.tracking import TrackerConfig, each_once
 
@@ -88,8 +90,8 @@ class DataConfig(Section):
     verify: Literal["digest", "size"] = "digest"
     """Check of the shards before training: sha256 of every shard, spread over the ranks, or file
     sizes only."""
-    prefetch_batches: int = Field(2, ge=0)
-    """Batches that a thread reads ahead; 0: none."""
+    prefetch_batches: int | None = Field(None, ge=0)
+    """Older name of resources.prefetch_batches, to which its value goes."""
     mixture: MixtureConfig | None = None
     """Shares of the domains; null: those of the recipe that built the folder, or, if it has none,
     all samples of the split once per epoch."""
@@ -201,8 +203,9 @@ class TrainingConfig(Section):
     total_tokens: int | None = Field(None, ge=1)
     """Length in tokens, rounded up to steps; used without max_steps."""
     global_batch_size: int = Field(ge=1, description="Samples per optimizer step, all ranks.")
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per data rank and forward pass; chosen when left out."""
+    micro_batch_size: Annotated[int, Field(ge=1)] | Auto | None = None
+    """Samples per data rank and forward pass; by the plan when left out. auto: the most that fit,
+    found by trying before the first step; see resources.probe."""
     sequence_length: int = Field(ge=8, description="Tokens per sample.")
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of weights and activations in forward and backward."""
@@ -215,8 +218,8 @@ class TrainingConfig(Section):
     sequence_checkpoint_tokens: int | None = Field(None, ge=1)
     """With activation checkpointing: length of the spans in which a block is recomputed, with the
     activations of one span at a time (tokens); null: all tokens."""
-    memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of a device's memory, and of a host's, that a plan may fill (ratio)."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Older name of resources.memory_share, to which its value goes (ratio)."""
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
@@ -288,6 +291,11 @@ class TrainingConfig(Section):
             )
 
     @property
+    def fixed_micro_batch_size(self) -> int | None:
+        """Micro batch as given; None: it is left to the plan, or to a probe."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.global_batch_size * self.sequence_length
@@ -347,42 +355,6 @@ class MonitoringConfig(Section):
         return None if value is None else each_once(value)
 
 
-class LaunchConfig(Section):
-    """Settings of `cdrmix launch` and `cdrmix slurm`."""
-
-    environment: dict[str, str] = {}
-    """Environment variables of every rank, such as NCCL_DEBUG: INFO."""
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _texts_of_one_line(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        for name, text in value.items():
-            # re.A: shells accept ASCII names only
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
-                raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            # `true` would become the text True, which is not what the file says.
-            is_text = isinstance(text, str | int) and not isinstance(text, bool)
-            # These end a line of a job script or environment file, or a variable's value.
-            if not is_text or re.search(r"[\x00\n\r]", str(text)):
-                raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
-        return {name: str(text) for name, text in value.items()}  # 1 is a text too
-
-
-class SupervisionConfig(Section):
-    """Time limits after which a stalled run ends on all hosts, to be restarted."""
-
-    deadline_seconds: float = Field(60.0, ge=1)
-    """Time after which a silent rank is lost and one without progress is stuck, unless the step
-    before took more than a quarter of it, or the ranks wait for one that may take longer
-    (seconds)."""
-    # In these phases ranks wait for a file server or for rank 0, and show no progress.
-    phase_seconds: float = Field(1_800.0, ge=1)
-    """Longest time to start (up to the end of the first step), for a step of Stage B before the
-    first save, to log, to save, to evaluate or to finish (seconds)."""
-
-
 class Config(Section):
     """Configuration of a run."""
 
@@ -392,6 +364,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
     data: DataConfig
+    resources: ResourcesConfig = ResourcesConfig()
     objectives: ObjectivesConfig | None = None
     """Weights of the parts of Stage A's loss; null: one mean over all tokens, or by
     data.token_weights."""
@@ -408,6 +381,11 @@ class Config(Section):
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None
     """Reasoning enablement; present in reasoning variants only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_place_for_each(cls, values: Any) -> Any:
+        return with_newer_names(values)
 
     @field_validator("name")
     @classmethod

@@ -8,30 +8,29 @@ them.
 
 # A accumulation steps, B micro batch (samples), W data ranks, G = A * B * W global batch, T time
 
-import queue
-import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cdrmix import runtime
 from cdrmix.config.schema import TokenWeights
 from cdrmix.data.document import KINDS, ROLES
 from cdrmix.data.mixture import MixedDataset
+from cdrmix.data.read_ahead import ReadAhead, ReadFigures, ReadLimits
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError
 
 # Sample numbers permuted in one call: a call costs 30 us for 8 numbers and 180 us for 4,096.
 _ORDER_BLOCK = 4096
-# Longest wait for the thread that reads ahead when a run ends.
-_CLOSE_SECONDS = 5.0
 
 IGNORED_LABEL = -100  # left out of the loss by cdrmix.objectives
 
-Batch = dict[str, NDArray[Any]]
+Batch = dict[str, torch.Tensor]
 
 
 class Loader:
@@ -49,7 +48,11 @@ class Loader:
         token_weights: add the weight of each label in the loss; None: all weigh the same.
         fim_ids: add the kind of each label, told by these ids as in `label_kinds`; None: do not.
         num_targets: tokens that are predicted from each position, n; added from 2 on.
-        prefetch: steps that a thread reads ahead; 0 reads in `next`.
+        prefetch: steps that are read ahead; 0 reads in `next`.
+        readers: threads that read ahead; batches and their order do not depend on it.
+        queue_samples: most samples of this rank that are read ahead, if more than a batch; None:
+            those of `prefetch` steps.
+        pin: read into memory that a GPU copies from while it computes.
     Attributes:
         samples_consumed: samples handed out to all ranks together, without those read ahead.
     Raises:
@@ -72,6 +75,9 @@ class Loader:
         fim_ids: tuple[int, ...] | None = None,
         num_targets: int = 1,
         prefetch: int = 2,
+        readers: int = 1,
+        queue_samples: int | None = None,
+        pin: bool = False,
     ) -> None:
         if global_batch_size % (micro_batch_size * data_size):
             raise PlanError(
@@ -84,7 +90,7 @@ class Loader:
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._prefetch = prefetch
+        self._pin = pin
         self._seed = seed if shuffle else None
         self._window = window_samples if shuffle else None
         self._segment_documents = segment_documents
@@ -98,10 +104,10 @@ class Loader:
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
         rank_samples = np.arange(micro_batch_size) + data_rank * micro_batch_size
         self._offsets = (micro_starts[:, None] + rank_samples).ravel()  # [A * B]
-        batches = self._batches_from(self.samples_consumed)
-        self._batches = _read_ahead(batches, self._prefetch)
+        self._queue_samples = queue_samples
+        self._begin(self._within_queue(ReadLimits(prefetch, readers)))
 
-    def next(self) -> dict[str, torch.Tensor]:
+    def next(self) -> Batch:
         """Returns the rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
 
         labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so not
@@ -111,9 +117,32 @@ class Loader:
         fim_ids: `kinds` of the labels, places in KINDS, uint8 [A, B, T].
         num_targets above 1: labels of further heads, `targets`, int64 [A, B, T, n].
         """
-        batch = next(self._batches)
+        batch = self._batches.next()
         self.samples_consumed += self._global_batch_size
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
+        return batch
+
+    @property
+    def limits(self) -> ReadLimits:
+        """Bounds of reading ahead."""
+        return self._batches.limits
+
+    @property
+    def batch_bytes(self) -> int | None:
+        """Bytes of this rank's share of a step; None before the first was read."""
+        return self._batches.batch_bytes
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the data set, on this host."""
+        return self._dataset.folder
+
+    def set_limits(self, limits: ReadLimits) -> None:
+        """Changes the bounds of reading ahead; batches and position stay as they are."""
+        self._batches.set_limits(self._within_queue(limits))
+
+    def take_read_figures(self) -> ReadFigures:
+        """Returns the work of the reading threads since the last call."""
+        return self._batches.take_figures()
 
     def state_dict(self) -> dict[str, Any]:
         """Position and the identity of the order that it counts in; plain numbers and strings."""
@@ -157,10 +186,9 @@ class Loader:
                 f"{''.join(lines)}Resume with data.order, data.mixture, cpt.replay, training.seed "
                 "and training.sequence_length of the checkpoint, or begin a new run"
             )
-        self.close()  # the thread reads from the old position
+        self.close()  # the threads read from the old position
         self.samples_consumed = state["samples_consumed"]
-        batches = self._batches_from(self.samples_consumed)
-        self._batches = _read_ahead(batches, self._prefetch)
+        self._begin(self._batches.limits)
 
     def sample_rows(self, start: int, stop: int) -> NDArray[np.int64]:
         """Rows [stop - start, T + 1] of global samples start .. stop - 1, of all ranks together."""
@@ -168,17 +196,28 @@ class Loader:
         return self._dataset.rows(self._dataset.order(numbers, self._seed, self._window))
 
     def close(self) -> None:
-        """Ends the thread that reads ahead; `next` must not be called afterwards."""
+        """Ends the threads that read ahead; `next` must not be called afterwards."""
         self._batches.close()
 
-    def _batches_from(self, start: int) -> Generator[Batch]:
-        """Reads the batch of step after step, beginning at global sample `start`."""
+    def _begin(self, limits: ReadLimits) -> None:
+        self._batches = ReadAhead(
+            self._indices_from(self.samples_consumed),
+            self._read,
+            num_bytes=_num_bytes,
+            limits=limits,
+        )
+
+    def _within_queue(self, limits: ReadLimits) -> ReadLimits:
+        if self._queue_samples is None or limits.batches == 0:
+            return limits
+        most = max(1, self._queue_samples // len(self._offsets))
+        return limits._replace(batches=min(limits.batches, most))
+
+    def _indices_from(self, start: int) -> Iterator[NDArray[np.int64]]:
+        """Samples of this rank in step after step, [A * B], beginning at global sample `start`."""
         step = self._global_batch_size
         num_steps = min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
         num_steps = max(1, num_steps)
-        shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
-        eos_id = self._dataset.manifest.eos_id
-
         numbers = (start + step * np.arange(num_steps))[:, None] + self._offsets  # [steps, A * B]
         following = self._dataset.order(numbers, self._seed, self._window)
         while True:
@@ -187,22 +226,43 @@ class Loader:
             numbers = numbers + step * num_steps
             following = self._dataset.order(numbers, self._seed, self._window)
             self._dataset.expect(np.concatenate([block, following]))
-            for indices in block:
-                rows = self._dataset.rows(indices).reshape(shape)  # [A, B, T + 1]
-                batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
-                if self._segment_documents:
-                    batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
-                if self._weight_of_role is not None:
-                    roles = self._dataset.roles(indices).reshape(shape)
-                    # The weight of a label, which is the token after its position.
-                    batch["weights"] = self._weight_of_role[roles[..., 1:]]
-                if self._fim_ids is not None:
-                    roles = self._dataset.roles(indices).reshape(shape)
-                    batch["kinds"] = label_kinds(rows, roles, eos_id, self._fim_ids)
-                if self._num_targets > 1:
-                    labels = batch["labels"]
-                    batch["targets"] = next_targets(rows, labels, self._num_targets, eos_id)
-                yield batch
+            yield from block
+
+    def _read(self, indices: NDArray[np.int64]) -> Batch:
+        """Reads the batch of a step; several threads at once do."""
+        shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
+        eos_id = self._dataset.manifest.eos_id
+        rows = self._dataset.rows(indices).reshape(shape)  # [A, B, T + 1]
+        labels = rows[..., 1:]
+        further: dict[str, NDArray[Any]] = {}
+        if self._segment_documents:
+            labels, further["segment_ids"] = split_documents(rows, eos_id)
+        if self._weight_of_role is not None or self._fim_ids is not None:
+            roles = self._dataset.roles(indices).reshape(shape)
+            if self._weight_of_role is not None:
+                # The weight of a label, which is the token after its position.
+                further["weights"] = self._weight_of_role[roles[..., 1:]]
+            if self._fim_ids is not None:
+                further["kinds"] = label_kinds(rows, roles, eos_id, self._fim_ids)
+        if self._num_targets > 1:
+            further["targets"] = next_targets(rows, labels, self._num_targets, eos_id)
+        whole = torch.from_numpy(rows)
+        batch = {
+            "input_ids": whole[..., :-1],
+            "labels": torch.from_numpy(labels) if self._segment_documents else whole[..., 1:],
+            **{name: torch.from_numpy(values) for name, values in further.items()},
+        }
+        if self._pin:
+            # A thread's device is the first one until it is set, and would get a context there.
+            torch.cuda.set_device(runtime.device())
+            batch = {name: each.contiguous().pin_memory() for name, each in batch.items()}
+        return batch
+
+
+def _num_bytes(batch: Batch) -> int:
+    """Bytes of a batch; inputs and labels may be views of one array."""
+    storages = (tensor.untyped_storage() for tensor in batch.values())
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def split_documents(
@@ -280,39 +340,3 @@ def next_targets(
         in_document = np.where(same, rows[..., begin:], IGNORED_LABEL)
         targets[..., : length - further, further] = in_document
     return targets
-
-
-def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
-    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close."""
-    if depth == 0:
-        yield from batches
-        return
-    # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
-    ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
-    room: queue.SimpleQueue[None] = queue.SimpleQueue()
-    stopping = threading.Event()
-
-    def read() -> None:
-        try:
-            while room.get() is None and not stopping.is_set():
-                ready.put(next(batches))
-        except Exception as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        for _ in range(depth):
-            room.put(None)
-        while True:
-            batch = ready.get()
-            if isinstance(batch, Exception):  # at the batch that it hit
-                raise batch
-            room.put(None)
-            yield batch
-    finally:
-        stopping.set()
-        room.put(None)
-        # Reading may wait minutes for a file server or an object store. The thread is a daemon and
-        # ends by itself behind that read, so an ending run does not wait for it.
-        thread.join(_CLOSE_SECONDS)

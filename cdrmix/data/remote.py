@@ -16,6 +16,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import BinaryIO, NamedTuple
@@ -35,7 +36,6 @@ _BUILTIN_SCHEMES = ("http", "https", "file")
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
-_remembered: dict[Path, tuple[str, int]] = {}  # URL and size by folder, set by `remember`
 _logger = get_logger(__name__)
 
 
@@ -47,17 +47,39 @@ class RemoteFile(NamedTuple):
     sha256: str
 
 
+@dataclass
+class CacheSize:
+    """Size that this process lets the copies of a remote folder take (bytes)."""
+
+    most: int  # as configured
+    least: int  # that the order of the samples needs
+    bytes: int  # at present
+
+
+_remembered: dict[Path, tuple[str, CacheSize]] = {}  # URL and size by folder, set by `remember`
+
+
 class RemoteFiles:
     """Files of the remote folder `url`, in a folder of this machine of limited size."""
 
-    def __init__(self, url: str, cache: Path, max_bytes: int) -> None:
+    def __init__(self, url: str, cache: Path, size: CacheSize) -> None:
         self._url = url
         self._cache = cache
-        self.max_bytes = max_bytes
+        self._size = size
         self._verified: set[str] = set()  # by this process: a copy may be of an earlier run
         self._pending: list[RemoteFile] = []
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """Size that the copies may take at present (bytes)."""
+        return self._size.bytes
+
+    def shrink(self) -> None:
+        """Drops the copies used longest ago that are beyond the present size."""
+        with locked(self._cache / ".room", blocking=True):
+            self._evict(0)
 
     @contextlib.contextmanager
     def held(self, file: RemoteFile) -> Iterator[Path]:
@@ -113,38 +135,49 @@ class RemoteFiles:
         # One process at a time makes room and reserves it.
         with locked(self._cache / ".room", blocking=True):
             path.unlink(missing_ok=True)  # damaged, else it would not be copied
-            entries: list[tuple[int, int, Path]] = []  # time of use, bytes
-            for entry in self._cache.iterdir():
-                if entry.name.removesuffix(".partial").endswith((".bin", ".roles")):
-                    # Another process may have renamed it since.
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat()
-                        entries.append((status.st_mtime_ns, status.st_size, entry))
-            used = sum(size for _, size, _ in entries)
-            for _, _, entry in sorted(entries):
-                if used + file.bytes <= self.max_bytes:
-                    break
-                # Its lock is free unless a process copies or holds it: an unfinished file with a
-                # free lock is of a killed process.
-                name = entry.name.removeprefix(".").removesuffix(".partial")
-                with locked(self._lock_of(name), blocking=False) as free:
-                    if free and entry.exists():
-                        used -= entry.stat().st_size
-                        entry.unlink()
+            self._evict(file.bytes)
             with partial.open("wb") as stream:
                 stream.truncate(file.bytes)  # so that others count it
         copy(f"{self._url}/{file.name}", partial, file.sha256, max_bytes=file.bytes)
         partial.replace(path)
         self._verified.add(file.name)
 
+    def _evict(self, room: int) -> None:
+        """Makes room (bytes) by dropping copies, under the lock for that."""
+        entries: list[tuple[int, int, Path]] = []  # time of use, bytes
+        for entry in self._cache.iterdir():
+            if entry.name.removesuffix(".partial").endswith((".bin", ".roles")):
+                # Another process may have renamed it since.
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    entries.append((status.st_mtime_ns, status.st_size, entry))
+        used = sum(size for _, size, _ in entries)
+        for _, _, entry in sorted(entries):
+            if used + room <= self.max_bytes:
+                break
+            # Its lock is free unless a process copies or holds it: an unfinished file with a free
+            # lock is of a killed process.
+            name = entry.name.removeprefix(".").removesuffix(".partial")
+            with locked(self._lock_of(name), blocking=False) as free:
+                if free and entry.exists():
+                    used -= entry.stat().st_size
+                    entry.unlink()
+
     def _lock_of(self, name: str) -> Path:
         return self._cache / ".locks" / name
 
 
-def remember(folder: Path, url: str, max_bytes: int) -> None:
+def remember(folder: Path, url: str, *, max_bytes: int, least_bytes: int) -> None:
     """Registers a folder as the cache of a remote one, in this process."""
     # Not by a file in the folder: one that somebody else made could then name a URL.
-    _remembered[folder.resolve()] = (url, max_bytes)
+    _remembered[folder.resolve()] = (url, CacheSize(max_bytes, least_bytes, max_bytes))
+
+
+def cache_size(folder: Path) -> CacheSize | None:
+    """Size of a cache that was registered by `remember`, which may be changed within its bounds;
+    None for any other folder."""
+    entry = _remembered.get(folder.resolve())
+    return None if entry is None else entry[1]
 
 
 def remote_files(folder: Path) -> RemoteFiles | None:

@@ -45,7 +45,7 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                 path = new / MANIFEST_FILE
                 copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
                 manifest = read_manifest(new)
-                _check_room(manifest, data, sequence_length)
+                least = _check_room(manifest, data, sequence_length)
                 tokenizer = manifest.tokenizer
                 file, sha256 = tokenizer.file, tokenizer.sha256
                 copy(f"{url}/{file}", new / file, sha256, max_bytes=MAX_TOKENIZER_BYTES)
@@ -53,7 +53,7 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                     copy(f"{url}/{side}", new / side, info.sha256, max_bytes=MAX_SIDE_BYTES)
                 folder = cache / manifest_digest(manifest)[:16]  # by the content of the data set
                 folder.mkdir(exist_ok=True)
-                remember(folder, url, data.cache_bytes)
+                remember(folder, url, max_bytes=data.cache_bytes, least_bytes=least)
                 # The manifest last: with it the folder counts as built.
                 for name in (file, *tokenizer.files, MANIFEST_FILE):
                     (new / name).replace(folder / name)
@@ -65,8 +65,9 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
         raise DataError(f"data.cache_folder = {cache}: {problem}") from error
 
 
-def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> None:
-    """Refuses a cache whose shards would be evicted before they are read."""
+def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> int:
+    """Returns the least size of a cache (bytes); refuses one whose shards would be evicted before
+    they are read."""
     train = [shard for shard in manifest.shards if shard.split == "train"]
     sizes = [shard.bin.bytes + (shard.roles.bytes if shard.roles else 0) for shard in train]
     total = sum(sizes)
@@ -87,3 +88,4 @@ def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> N
             f"{min(needed, total)} here, where the training split has {total} bytes. Raise it"
             f"{advice}."
         )
+    return min(needed, total)

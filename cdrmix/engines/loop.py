@@ -81,6 +81,15 @@ def start_engine(
     return engine
 
 
+def end_engine(engine: Any) -> None:
+    """Free the memory of an engine that is not used any more."""
+    engine.destroy()
+    for parameter in engine.module.parameters():
+        # DeepSpeed's bf16 optimizer binds methods to the parameters, which hold it and which the
+        # garbage collector cannot see.
+        vars(parameter).clear()
+
+
 def train(run: Run) -> bool:
     """Train up to the end of a stage, and wait for the last checkpoint.
 

@@ -34,9 +34,9 @@ _NOTES = re.compile(r"out_of_memory_(\d+)\.json")
 _LESS = 0.9
 
 
-def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
-    """Returns the plan, with smaller micro-batches if notes of earlier starts in the run directory
-    say that its do not fit; collective."""
+def noted_size(run_dir: Path) -> int | None:
+    """Returns the smallest micro batch that did not fit in earlier starts, by their notes in the
+    run directory: every larger one would fail as well. None without a note; collective."""
 
     def noted_sizes() -> list[int]:
         matches = [_NOTES.fullmatch(path.name) for path in run_dir.iterdir()]
@@ -44,8 +44,13 @@ def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
         (run_dir / _NOTE.format(size=1)).unlink(missing_ok=True)
         return [int(match[1]) for match in matches if match and int(match[1]) > 1]
 
-    # The smallest that failed: every larger one fails as well.
-    too_large = min(runtime.first_rank_does(noted_sizes), default=None)
+    return min(runtime.first_rank_does(noted_sizes), default=None)
+
+
+def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
+    """Returns the plan, with smaller micro-batches if notes of earlier starts in the run directory
+    say that its do not fit; collective."""
+    too_large = noted_size(run_dir)
     micro = plan.micro_batch_size
     while too_large is not None and micro > 1 and micro >= too_large:
         micro = smaller_micro_batch(plan, micro)
@@ -67,28 +72,34 @@ def noted(run: Run) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         micro = run.plan.micro_batch_size
-        rank = runtime.rank()
-        cause = str(error).partition("\n")[0]
-        note = {"micro_batch_size": micro, "step": run.step, "rank": rank, "error": cause}
-        path = run.directory.path / _NOTE.format(size=micro)
-        # Equal ranks run out of memory together: the one that creates the note logs the error.
-        with contextlib.suppress(FileExistsError):
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(note, file, indent=2)
-            # Rank 0 alone writes the log of the run, until another has an error to report.
-            if rank > 0:
-                log_to_file(run.directory.path / LOG)
-            message = f"rank {rank} ran out of memory after step {run.step} with micro batches of "
-            if micro == 1:
-                message += f"one sample. {_advice(run)}"
-            else:
-                message += (
-                    f"{micro} samples. The next start of this run takes "
-                    f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with "
-                    "--resume auto, which `cdrmix launch` does by itself"
-                )
-            logger.error("error: %s", message)
+        if micro == 1:
+            then = f"micro batches of one sample. {_advice(run)}"
+        else:
+            then = (
+                f"micro batches of {micro} samples. The next start of this run takes "
+                f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with "
+                "--resume auto, which `cdrmix launch` does by itself"
+            )
+        write_note(run.directory.path, micro, error, step=run.step, then=then)
         raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
+
+
+def write_note(
+    run_dir: Path, micro: int, error: torch.OutOfMemoryError, *, step: int, then: str
+) -> None:
+    """Leave a note of a micro batch that did not fit behind a step, and log it once: `then` says
+    which one it was, and what happens next."""
+    rank = runtime.rank()
+    cause = str(error).partition("\n")[0]
+    note = {"micro_batch_size": micro, "step": step, "rank": rank, "error": cause}
+    # Equal ranks run out of memory together: the one that creates the note logs the error.
+    with contextlib.suppress(FileExistsError):
+        with (run_dir / _NOTE.format(size=micro)).open("x", encoding="utf-8") as file:
+            json.dump(note, file, indent=2)
+        # Rank 0 alone writes the log of the run, until another has an error to report.
+        if rank > 0:
+            log_to_file(run_dir / LOG)
+        logger.error("error: rank %d ran out of memory after step %d with %s", rank, step, then)
 
 
 def _advice(run: Run) -> str:

@@ -27,6 +27,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.document import fim_ids
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
+from cdrmix.data.read_pace import first_limits
 from cdrmix.data.replay import ReplayDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.combination import (
@@ -37,6 +38,7 @@ from cdrmix.engines.combination import (
 )
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
+from cdrmix.engines.reading import Reading
 from cdrmix.engines.routing import (
     router_parts,
     routing_metrics,
@@ -126,6 +128,7 @@ class Pretraining(Stage[Batch, StepResult]):
             self.forgetting = Forgetting(
                 *(config.cpt, old.held_out, new), segment_documents=data.segment_documents
             )
+        limits, queue = first_limits(config.resources), config.resources.queue_size
         # This rank's samples in the run's global order; sequence ranks have the same ones.
         self.loader = Loader(
             self.train,
@@ -140,8 +143,12 @@ class Pretraining(Stage[Batch, StepResult]):
             token_weights=data.token_weights,
             fim_ids=self.fim_ids,
             num_targets=config.model.mtp.num_tokens if config.model.mtp else 1,
-            prefetch=data.prefetch_batches,
+            prefetch=limits.batches,
+            readers=limits.threads,
+            queue_samples=None if queue == "auto" else queue,
+            pin=not runtime.use_cpu(),
         )
+        self.reading = Reading(self.loader, config.resources)
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
         self.suites = Suites(config.evaluation, corpus)
@@ -149,7 +156,8 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        return own_tokens(with_further_labels(self.loader.next(), run.config), run.topology)
+        batch = self.reading.next_batch(step=run.step, folder=run.directory.path)
+        return own_tokens(with_further_labels(batch, run.config), run.topology)
 
     def weights(self, run: Run, batch: Batch) -> list[float]:
         """Valid tokens of this rank's share, or their weight, or tokens of each kind."""

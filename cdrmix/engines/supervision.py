@@ -19,7 +19,7 @@ from types import FrameType
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
 from cdrmix.cluster.messages import await_outcome, stop_reason
-from cdrmix.config.schema import SupervisionConfig
+from cdrmix.config.launch import SupervisionConfig
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL, TrainingError
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -146,12 +146,12 @@ def _changes(compared: Comparison) -> Iterator[str]:
         yield adapters
     if not plan.activation_checkpointing:
         yield "would take less with training.activation_checkpointing = true"
-    if training.micro_batch_size is not None and training.micro_batch_size > 1:
+    if training.fixed_micro_batch_size is not None and training.fixed_micro_batch_size > 1:
         yield "would take less with training.micro_batch_size = 1"
     memory, _ = plan.estimates()
-    if memory.checkpoint and not memory.fits_host(cluster, share=training.memory_share):
+    if memory.checkpoint and not memory.fits_host(cluster, share=compared.config.resources.share):
         yield "would take less of a host with checkpoint.background = false"
-    least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
+    least: dict[str, Any] = {"micro_batch_size": training.fixed_micro_batch_size or 1}
     if "activation_checkpointing" not in training.model_fields_set:
         least["activation_checkpointing"] = True
     # only the smallest layouts: a tenth of the time of a whole search
@@ -166,15 +166,15 @@ def _changes(compared: Comparison) -> Iterator[str]:
             has_wider = True
             break
     needs = []
-    if memory.of_device(cluster) > training.memory_share * cluster.memory_bytes:
+    if memory.of_device(cluster) > compared.config.resources.share * cluster.memory_bytes:
         devices = "1 device" if cluster.world_size == 1 else f"{cluster.world_size:,} devices"
-        device_gib = math.ceil(memory.of_device(cluster) / training.memory_share / GIB)
+        device_gib = math.ceil(memory.of_device(cluster) / compared.config.resources.share / GIB)
         if has_wider and device_gib > max(preset.memory_gib for preset in PRESETS.values()):
             return  # no such device is made
         needs.append(f"on {devices} of {device_gib:,} GiB")
-    if not memory.fits_host(cluster, share=training.memory_share):
+    if not memory.fits_host(cluster, share=compared.config.resources.share):
         on_host = memory.on_host * cluster.gpus_per_node
-        host_gib = math.ceil(on_host / training.memory_share / GIB)
+        host_gib = math.ceil(on_host / compared.config.resources.share / GIB)
         needs.append(f"with {host_gib:,} GiB a host")
     yield f"would fit {', '.join(needs)}"
 
@@ -242,7 +242,7 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> Iterator[str]:
     if explain:
         del parts["buffers"], parts["total"]
         parts |= {f"buffers: {kind.replace('_', ' ')}": n for kind, n in memory.buffers.items()}
-    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
+    usable = compared.config.resources.share * compared.cluster.memory_bytes
     parts |= {"total": memory.total, "may be filled": usable}
     on_host = {"checkpoint copy": memory.checkpoint, "offloaded": memory.host}
     parts |= {f"on the host: {what}": size for what, size in on_host.items() if size}

@@ -17,7 +17,7 @@ from cdrmix.planning.profile import all_plans, combination_of, shortfall
 from cdrmix.planning.text_page import size_text
 
 # Keys of --set that say where and in which numbers a trained model is computed.
-_OF_LAYOUT = ("training.precision", "training.memory_share")
+_OF_LAYOUT = ("training.precision", "resources.memory_share", "training.memory_share")
 # Buffers that a forward pass has, as a step of training does.
 _OF_FORWARD = ("workspace", "logits", "segment_mask", "all_to_all", "gathered_weights")
 
@@ -81,7 +81,7 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
     # Whole samples go to each rank: there is nothing to split their tokens for.
     values["parallel"] = {"sequence": 1} | given
     values["training"] |= {
-        "global_batch_size": (training.micro_batch_size or 1) * cluster.world_size,
+        "global_batch_size": (training.fixed_micro_batch_size or 1) * cluster.world_size,
         "activation_checkpointing": True,
     }
     values["training"].pop("sequence_checkpoint_tokens")
@@ -97,7 +97,7 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
     ]
     if not runnable:  # names what this version lacks
         rules.check(combination_of(plans[0], planned, cluster))
-    share = training.memory_share
+    share = config.resources.share
     fitting = [plan for plan in runnable if plan.estimates()[0].fits(cluster, share=share)]
     if not fitting:
         smallest = min(runnable, key=lambda plan: plan.estimates()[0].of_device(cluster))

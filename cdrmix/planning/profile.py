@@ -204,8 +204,10 @@ def _faster(plan: Plan, others: Sequence[Plan]) -> list[Plan]:
 
 
 def _micro_batch_reason(plan: Plan, config: Config, faster: Sequence[Plan]) -> str:
-    if config.training.micro_batch_size is not None:
+    if config.training.fixed_micro_batch_size is not None:
         return "training.micro_batch_size as given"
+    if config.training.micro_batch_size == "auto":
+        return "by the plan's own estimate; the largest that fits is looked for at the start"
     if not plan.fits:
         return "a larger one takes more memory"
     if not faster:
@@ -258,7 +260,7 @@ def _sequence_reason(config: Config, degrees: Degrees) -> str:
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Compares the memory of a plan with that of a device, and of a host if it offloads."""
     memory = plan.estimates()[0]
-    share = config.training.memory_share
+    share = config.resources.share
     used = memory.of_device(cluster)
     verdict = "within" if used <= share * cluster.memory_bytes else "NOT within"
     of_device = (
@@ -281,7 +283,7 @@ def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
     Both are measured against the share of the memory that a plan may fill; empty if the plan fits.
     """
     memory = plan.estimates()[0]
-    share = config.training.memory_share
+    share = config.resources.share
     lacking = []
     over = memory.of_device(cluster) - share * cluster.memory_bytes
     if over > 0:
@@ -319,7 +321,7 @@ def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     return (
         "training waits for each save: with a copy to write in the background "
         f"{size_text(used)} of {limit} would be filled, NOT within "
-        f"{100 * config.training.memory_share:g} %; checkpoint.background = true has it copied all "
+        f"{100 * config.resources.share:g} %; checkpoint.background = true has it copied all "
         "the same"
     )
 
@@ -336,6 +338,7 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
     `micro` (samples per data rank and forward pass) divides a rank's samples of a step; `device` is
     "cpu" or "cuda"; `reason` joins those of the plan.
     """
+    changed = " instead" if micro != plan.micro_batch_size else ""
     steps, rest = divmod(plan.micro_batch_size * plan.gradient_accumulation_steps, micro)
     assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
     plan = replace(plan, micro_batch_size=micro, gradient_accumulation_steps=steps)
@@ -345,6 +348,6 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
         plan,
         memory=model.estimate(plan, has_copy=plan.saves_in_background),
         deepspeed=plan.deepspeed | batches,
-        reasons=(*plan.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"),
+        reasons=(*plan.reasons, f"micro batch {micro}{changed}, accumulation {steps}: {reason}"),
         cost=None,  # its estimate was for the planned batches
     )

@@ -177,7 +177,7 @@ def _nearest_worlds(combination: Combination) -> list[int]:
 def _batch_message(combination: Combination) -> str:
     batch = combination.training.global_batch_size
     ranks = combination.degrees.sample_ranks
-    micro = combination.training.micro_batch_size or 1
+    micro = combination.training.fixed_micro_batch_size or 1
     problem = (
         f"training.global_batch_size = {batch} is no multiple of {micro} * {ranks} (micro batch * "
         "data ranks with samples of their own)"
@@ -254,7 +254,7 @@ RULES: tuple[Rule, ...] = (
         "batch-divides",
         lambda x: (
             x.training.global_batch_size
-            % ((x.training.micro_batch_size or 1) * x.degrees.sample_ranks)
+            % ((x.training.fixed_micro_batch_size or 1) * x.degrees.sample_ranks)
             != 0
         ),
         _batch_message,

@@ -36,7 +36,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
     """
     memory_model = MemoryModel(config, cluster.device)
     cost_model = CostModel(memory_model, cluster)
-    share = config.training.memory_share
+    share = config.resources.share
     legal = combinations(
         config, world_size=cluster.world_size, gpus_per_node=cluster.gpus_per_node, profile=profile
     )
@@ -114,8 +114,8 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
     # The tokens of a sample are split unasked only where a rank cannot take fewer samples.
     if degrees.sequence > 1 and "sequence" not in config.parallel.model_fields_set:
         micros = [1]
-    if training.micro_batch_size is not None:
-        micros = [training.micro_batch_size]
+    if training.fixed_micro_batch_size is not None:
+        micros = [training.fixed_micro_batch_size]
     checkpointing = [False, True]
     if "activation_checkpointing" in training.model_fields_set:
         checkpointing = [training.activation_checkpointing]

@@ -81,7 +81,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
         return None
     check_stage_b(config, cluster.world_size)
     world = cluster.world_size
-    share = config.training.memory_share
+    share = config.resources.share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
     # data ranks need equal pipelines, so stages divide the ranks
@@ -220,7 +220,7 @@ def _layout(pipeline: int) -> Layout:
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
     """Describes the memory of Stage B on a device, with advice where it does not fit."""
     memory = layout.memory
-    share = config.training.memory_share
+    share = config.resources.share
     held = "as every rank holds the whole backbone"
     if layout.degrees.pipeline > 1:
         why = f"whole it would take {layout.whole.total / GIB:,.1f} GiB"

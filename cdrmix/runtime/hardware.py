@@ -84,12 +84,27 @@ def keep_freed_memory() -> None:
 
 
 def release_memory() -> None:
-    """Frees unreachable reference cycles and cached accelerator memory of this rank."""
+    """Frees unreachable reference cycles and cached memory of this rank, of host and device."""
     # An engine and its hooks refer to each other: its weights and moments would stay beside those
     # of the next one until Python's collector happens to run.
     gc.collect()
     if not use_cpu():
         torch.cuda.empty_cache()
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc: `keep_freed_memory` holds what was freed
+        libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Main memory that this process holds (bytes)."""
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_name() -> str:
+    """Name of this rank's device, as its maker gives it; `cpu` for all CPUs."""
+    return "cpu" if use_cpu() else torch.cuda.get_device_properties(device()).name
 
 
 def describe_environment() -> dict[str, Any]:

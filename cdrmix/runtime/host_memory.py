@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _GIB = 2**30
 # Names of a group's limit and use, by version of control groups.
@@ -31,28 +33,59 @@ def available_memory_gib(root: Path = Path("/")) -> float:
     Args:
         root: of the file system; another one in tests.
     """
-    left = [host_memory_gib() * _GIB]
+    left = [host_memory_gib() * _GIB, *(group.left for group in _groups(root))]
     with suppress(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 left.append(1024.0 * int(line.split()[1]))
-    # A group's limit holds for all groups below it.
+    return max(0.0, min(left)) / _GIB
+
+
+def usable_bytes(share: float, root: Path = Path("/")) -> float:
+    """Memory (bytes) that may still be taken before more than `share` is, of the host's memory or
+    of the tightest control group's limit; below 0 once more is taken."""
+    most = min([host_memory_gib() * _GIB, *(group.most for group in _groups(root))])
+    return available_memory_gib(root) * _GIB - (1 - share) * most
+
+
+def is_in_memory(folder: Path, root: Path = Path("/")) -> bool:
+    """True if what is written to a folder fills memory and no disk, such as /dev/shm."""
+    place, kind = Path("/"), ""
+    with suppress(OSError, ValueError):
+        path = folder.resolve()
+        for line in (root / "proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, where, of_kind, *_ = line.split()
+            mount = Path(where.replace("\\040", " "))
+            if path.is_relative_to(mount) and mount.is_relative_to(place):
+                place, kind = mount, of_kind
+    return kind in ("tmpfs", "ramfs")
+
+
+class _Group(NamedTuple):
+    """Limit of a control group, and what it leaves (bytes)."""
+
+    most: float
+    left: float
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Control groups of this process with a limit: one of a group holds for all below it."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, kinds, group = line.split(":", 2)
             kind = "memory" if "memory" in kinds.split(",") else kinds
-            if kind in _FILES:
-                top = root / "sys/fs/cgroup" / kinds
-                folder = top / group.strip("/")
-                for each in (folder, *folder.parents):
-                    with suppress(OSError, ValueError):  # "max" is no number
-                        left.append(_left_in_group(each, *_FILES[kind]))
-                    if each == top:
-                        break
-    return max(0.0, min(left)) / _GIB
+            if kind not in _FILES:
+                continue
+            top = root / "sys/fs/cgroup" / kinds
+            folder = top / group.strip("/")
+            for each in (folder, *folder.parents):
+                with suppress(OSError, ValueError):  # "max" is no number
+                    yield _limits_of(each, *_FILES[kind])
+                if each == top:
+                    break
 
 
-def _left_in_group(folder: Path, limit: str, used: str, statistics: str, droppable: str) -> float:
+def _limits_of(folder: Path, limit: str, used: str, statistics: str, droppable: str) -> _Group:
     most = int((folder / limit).read_text(encoding="utf-8"))
     taken = int((folder / used).read_text(encoding="utf-8"))
     files = 0
@@ -61,4 +94,4 @@ def _left_in_group(folder: Path, limit: str, used: str, statistics: str, droppab
             name, _, number = line.partition(" ")
             if name == droppable:
                 files = int(number)
-    return float(most - taken + files)
+    return _Group(float(most), float(most - taken + files))

@@ -181,8 +181,8 @@ class SmallRuns:
     def _alone(self) -> Config:
         """Returns the configuration with the same micro-steps in one process."""
         training = self._config.training
-        assert training.micro_batch_size is not None, "rehearsals give it"
-        micro = training.micro_batch_size * self._small.degrees.sample_ranks
+        assert training.fixed_micro_batch_size is not None, "rehearsals give it"
+        micro = training.fixed_micro_batch_size * self._small.degrees.sample_ranks
         values = self._config.model_dump(mode="json", exclude_unset=True)
         values["parallel"] = asdict(Degrees())
         values["training"] |= {"micro_batch_size": micro}

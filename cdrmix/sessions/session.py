@@ -18,7 +18,7 @@ from cdrmix.engines.combination import describe_objectives
 from cdrmix.engines.finish import finish
 from cdrmix.engines.hooks_of_run import hooks_of_run
 from cdrmix.engines.life_cycle import run_stage
-from cdrmix.engines.loop import start_engine
+from cdrmix.engines.loop import end_engine, start_engine
 from cdrmix.engines.old_data import open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
@@ -163,16 +163,22 @@ def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
 def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on: bool) -> bool:
     """Run Stage A; True if a signal stopped it. Where Stage B follows, free the engine's memory."""
     config = start.config
-    plan = start.plan
     corpus = open_corpus(config, sample=start.sample)
     old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
-    topology = make_topology(plan.degrees)
+    topology = make_topology(start.plan.degrees)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None
     if source is not None and runtime.rank() == 0:
         warn_of_rewarming(config, source)
     runtime.first_rank_does(lambda: describe_objectives(config, corpus))
     start.start_up.done("data")
+    if config.training.micro_batch_size == "auto":
+        # imported by runs that ask for it alone
+        from cdrmix.engines.micro_batch_probe import plan_that_fits
+
+        start.plan = plan_that_fits(start, topology, corpus, old)
+        start.start_up.done("probe")
+    plan = start.plan
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
@@ -200,9 +206,5 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     )
     start.is_recorded = True
     if goes_on and not is_stopped:
-        engine.destroy()
-        for parameter in engine.module.parameters():
-            # DeepSpeed's bf16 optimizer binds methods to the parameters, which hold it and which
-            # the garbage collector cannot see.
-            vars(parameter).clear()
+        end_engine(engine)
     return is_stopped

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.benchmark.data_rows import loader_rows, not_compared, reading_rows
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
@@ -110,25 +111,6 @@ def moe_rows(result: dict[str, Any]) -> list[str]:
         f"| dense | {times['dense']:.1f} | 1.00 | |",
         f"| MoE | {times['moe']:.1f} | {result['moe_over_dense']:.2f} | at most 1.25 |",
     ]
-
-
-def loader_rows(result: dict[str, Any]) -> list[str]:
-    """The loader beside other readers."""
-    demanded = {"MMapIndexedDataset": "1.5", "WebDataset": "4", "arrow": "5"}
-    rows = [
-        "| reader | million tokens per CPU second | the loader is times as fast | demanded |",
-        "|---|---|---|---|",
-    ]
-    for name, rate in result["million_tokens_per_cpu_second"].items():
-        ratio = f"{result['over_peer'][name]:.2f}" if name in result["over_peer"] else ""
-        rows.append(f"| {name} | {rate:.0f} | {ratio} | {demanded.get(name, '200 M')} |")
-    return rows + not_compared(result)
-
-
-def not_compared(result: dict[str, Any]) -> list[str]:
-    """The line that names peers which are not installed, if any."""
-    missing = ", ".join(result["not_installed"])
-    return ["", f"Not compared, because not installed: {missing}."] if missing else []
 
 
 def dedup_rows(result: dict[str, Any]) -> list[str]:
@@ -418,6 +400,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "mamba": ("Mamba mixer", mamba_rows),
     "moe": ("MoE feed-forward", moe_rows),
     "loader": ("Loader", loader_rows),
+    "reading": ("Reading from a slow disk", reading_rows),
     "data_filters": ("Data: steps on documents", filters_rows),
     "data_dedup": ("Data: near-duplicates", dedup_rows),
     "data_encode": ("Data: encoding", encode_rows),

@@ -82,7 +82,7 @@ def test_an_entry_tells_type_unit_default_range_and_example() -> None:
     assert (rate.type, rate.unit, rate.default) == ("number", "per step", "required")
     assert (rate.allowed, rate.example) == ("above 0", "0.004")
     assert ENTRIES["training.precision"].allowed == "bf16, fp16, fp32"
-    assert ENTRIES["training.micro_batch_size"].allowed == "from 1, or null"
+    assert ENTRIES["training.micro_batch_size"].allowed == "from 1 or auto, or null"
     # of the whole section, of the first word
     assert ENTRIES["stage_b.losses.ce"].unit == "ratio"
     assert ENTRIES["checkpoint.every_minutes"].unit == "minutes"

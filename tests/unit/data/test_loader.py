@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdrmix.config.schema import MixtureConfig
-from cdrmix.data import loader as loader_module
+from cdrmix.data import read_ahead
 from cdrmix.data.document import KINDS
 from cdrmix.data.loader import (
     IGNORED_LABEL,
@@ -200,7 +200,7 @@ def test_close_does_not_wait_for_a_file_server(
             answers.wait(60)
         return original(indices)
 
-    monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(read_ahead, "_CLOSE_SECONDS", 0.05)
     loader = make_loader(dataset, prefetch=1, shuffle=False)
     monkeypatch.setattr(dataset, "rows", rows)
     loader.next()
@@ -208,7 +208,7 @@ def test_close_does_not_wait_for_a_file_server(
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 20
-    reading = [each for each in threading.enumerate() if each.name == "read-ahead"]
+    reading = [each for each in threading.enumerate() if each.name.startswith("read-ahead")]
     assert reading and all(each.daemon for each in reading), "an interpreter would wait for it"
     answers.set()
     for thread in reading:

@@ -24,7 +24,7 @@ from cdrmix.config.schema import DataConfig
 from cdrmix.corpus.encode import write_roles
 from cdrmix.data import remote
 from cdrmix.data.loader import Loader
-from cdrmix.data.remote import RemoteFile, RemoteFiles
+from cdrmix.data.remote import CacheSize, RemoteFile, RemoteFiles
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards, write_manifest
 from cdrmix.data.token_dataset import TokenDataset
@@ -328,7 +328,7 @@ def test_a_full_disk_is_not_tried_again(
     file = RemoteFile("a.bin", 10, "0")
     with (
         pytest.raises(DataError, match="No space left on device"),
-        RemoteFiles(server.url, tmp_path, 100).held(file),
+        RemoteFiles(server.url, tmp_path, CacheSize(100, 100, 100)).held(file),
     ):
         pass
     assert next(calls) == 1
