@@ -126,6 +126,7 @@ def test_what_is_read_ahead_is_bounded_by_batches_samples_and_bytes(
     loader.next()
     # Two of the three were kept; one of them is in use now, and the third is read again.
     settle(lambda: len(reads) == 1 + 3 + 1)
+    assert reads[4] in reads[:4]
     assert loader.batch_bytes == 16 * (LENGTH + 1) * 8, "inputs and labels are one array"
     # A lower bound gives memory back at once, and what was dropped is read again.
     loader.set_limits(ReadLimits(1))
