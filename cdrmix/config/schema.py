@@ -390,6 +390,9 @@ class Config(Section):
     # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
     hooks: tuple[HookConfig, ...] = Field((), strict=False)
     """Code of yours that the run calls at fixed places, on all ranks."""
+    plugins: str | None = None
+    """Folder of Python files of yours, whose classes other keys name as module:Name; null:
+    `plugins` beside this file, where there is one."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None
