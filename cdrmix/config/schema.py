@@ -19,7 +19,7 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfig
+from cdrmix.config.plugin import HookConfigs
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 
@@ -387,8 +387,7 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
-    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
-    hooks: tuple[HookConfig, ...] = Field((), strict=False)
+    hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
     plugins: str | None = None
     """Folder of Python files of yours, whose classes other keys name as module:Name; null:

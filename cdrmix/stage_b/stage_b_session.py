@@ -86,6 +86,7 @@ def _set_up(
     of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
     if not resumes and start.directory.holds(source.path) and "health" in state:
         start.health.load_state_dict(state["health"])  # one record for both stages
+        start.hooks.inherit(state)
     for name, parameter in course.model.named_parameters():
         # A block is on its own pipeline stage. Other parts are on every stage: the first one alone
         # counts and saves them.
@@ -118,6 +119,9 @@ def _set_up(
 def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
+    if rows:
+        scores = {f"reasoning/{row.task}/{row.length_ratio}x": row.score for row in rows}
+        run.hooks.evaluated(run.step, scores)
 
     def write_results() -> None:
         path = run.directory.path
