@@ -28,6 +28,11 @@ def is_plugin(name: str) -> bool:
     return re.fullmatch(_PATH, name) is not None
 
 
+def label_of(name: str) -> str:
+    """Returns the name of a user's class without its module; a name of ours as it is."""
+    return name.partition(":")[2] or name
+
+
 @dataclass(frozen=True)
 class NameOrPlugin:
     """Annotation of a text that is one of our names, or package.module:Name.

@@ -13,7 +13,15 @@ from pydantic.fields import FieldInfo
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import DERIVED_MODEL_FIELDS
-from cdrmix.config.problems import alternatives, bounds, item_of, nearest_paths, section_of
+from cdrmix.config.plugin import NameOrPlugin
+from cdrmix.config.problems import (
+    allowed,
+    alternatives,
+    bounds,
+    item_of,
+    nearest_paths,
+    section_of,
+)
 from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
 from cdrmix.config.section import Section
@@ -47,6 +55,9 @@ _EXAMPLES: dict[str, Any] = {
     "training.start_from": "experiments/first",
     "training.hold_learning_rate": 0.002,
     "training.settle_steps": 200,
+    "checkpoint.retention": {"use": "my_rules:Weekly"},
+    "checkpoint.retention.use": "my_rules:Weekly",
+    "checkpoint.retention.options": {"days": 7},
     "data.path": "/data/my-shards",
     "data.recipe": "python",
     "data.mixture": {"phases": [{"weights": {"code": 2, "prose": 1}}]},
@@ -211,7 +222,9 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
     limits = bounds(field)
     words = [str(kind) for kind in kinds if isinstance(kind, str | int)]
     item = item_of(field.annotation)
-    if words:
+    if any(isinstance(each, NameOrPlugin) for each in field.metadata):
+        kind, limits = "choice", allowed(field).removeprefix("one of ")
+    elif words:
         kind, limits = "choice", ", ".join(words)
     elif item is not None:
         inner = alternatives(item)

@@ -19,7 +19,7 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfigs
+from cdrmix.config.plugin import HookConfigs, PluginConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 
@@ -317,6 +317,9 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Keep the best checkpoint by evaluation.best_by besides the newest, which is the one with the
     lowest held-out loss unless set, of those whose step was evaluated."""
+    retention: PluginConfig | None = None
+    """Rule of yours for the checkpoints that stay, a Retention, in place of `keep`; the newest and,
+    with `keep_best`, the best stay in any case. null: `keep`."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
@@ -324,6 +327,12 @@ class CheckpointConfig(Section):
     replica: str | None = None
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> CheckpointConfig:
+        if self.retention is not None and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError("keep and retention both say which checkpoints stay: give one of them")
+        return self
 
 
 class MonitoringConfig(Section):

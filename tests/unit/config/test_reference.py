@@ -35,6 +35,7 @@ NEEDS = {
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
     "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
     "stage_b.run": ["training.stage=b"],
+    "checkpoint.retention.options": ["checkpoint.retention.use=my_rules:Weekly"],
     **{path: ["training.stage=a"] for path in ENTRIES if path.startswith("model.mtp")},
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
 }
