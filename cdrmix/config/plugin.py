@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema, core_schema
 
 from cdrmix.config.section import Section
 
@@ -19,6 +22,44 @@ def is_plugin(name: str) -> bool:
     return re.fullmatch(_PATH, name) is not None
 
 
+class NamesPlugins:
+    """Mark of a field whose value, or each entry of it, may be package.module:Name."""
+
+
+@dataclass(frozen=True)
+class NameOrPlugin(NamesPlugins):
+    """Annotation of a text that is one of our names, or package.module:Name.
+
+    pydantic's union of both would report a wrong name twice, and below a key that no file has.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        """Says what is allowed, for messages and the reference."""
+        return f"one of {', '.join(self.names)}, or package.module:Name of your own"
+
+    def check(self, name: str) -> str:
+        """Returns a name that is allowed; raises ValueError for others."""
+        if name in self.names or is_plugin(name):
+            return name
+        near = difflib.get_close_matches(name, self.names, n=1)
+        advice = f" (did you mean '{near[0]}'?)" if near else ""
+        known = f"one of {', '.join(self.names)}{advice}"
+        raise ValueError(f"given {name!r}, allowed is {known}, or package.module:Name of your own")
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"enum": list(self.names)}, {"type": "string", "pattern": f"^{_PATH}$"}]}
+
+
 class PluginConfig(Section):
     """Class of a user's, and its options."""
 
@@ -26,6 +67,20 @@ class PluginConfig(Section):
     """Class, as package.module:Name, of an installed package or of a file in `plugins`."""
     options: dict[str, Any] = {}
     """Options of the class, which it checks itself."""
+
+
+def plugins_of(section: Section) -> list[str]:
+    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
+    found: list[str] = [section.use] if isinstance(section, PluginConfig) else []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        names_plugins = any(isinstance(mark, NamesPlugins) for mark in field.metadata)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Section):
+                found += plugins_of(each)
+            elif names_plugins and isinstance(each, str) and is_plugin(each):
+                found.append(each)
+    return list(dict.fromkeys(found))
 
 
 class HookConfig(PluginConfig):

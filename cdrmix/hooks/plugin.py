@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,3 +74,11 @@ def plugin_digest(path: str) -> str | None:
     """Returns the sha256 (hex) of the file that an imported plug-in stands in; None: no file."""
     file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def plugin_digests(paths: Collection[str]) -> dict[str, str | None]:
+    """Imports classes and returns `plugin_digest` of each by its path. Raises ConfigError if one
+    cannot be imported."""
+    for path in paths:
+        plugin_class(path, object, where="plug-in")
+    return {path: plugin_digest(path) for path in paths}
