@@ -151,9 +151,11 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
     from cdrmix.config.load import load_config
+    from cdrmix.hooks.source import check_sources
     from cdrmix.planning.cluster import make_cluster
 
     config = load_config(arguments.config, arguments.overrides)
+    check_sources(config.hooks)
     names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib", "host_memory_gib")
     return config, make_cluster(**{name: getattr(arguments, name) for name in names})
 

@@ -45,5 +45,12 @@ class InfrastructureError(TrainingError):
     exit_code = EXIT_INFRASTRUCTURE
 
 
+class HookError(TrainingError):
+    """Code of a user's, called as a hook, has failed. `cdrmix launch` starts such a run again, as
+    what failed may pass."""
+
+    exit_code = EXIT_FAULT
+
+
 class UnreachableDataError(DataError, InfrastructureError):
     """A store of data did not answer, or not with what it should, for longer than was waited."""

@@ -137,6 +137,7 @@ class Saver:
         background: bool,
         pinned: int | None = None,
         keep_best: bool = False,
+        saved: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
         """Collective.
 
@@ -148,6 +149,8 @@ class Saver:
             pinned: a step whose checkpoint is not dropped.
             keep_best: record scores beside the checkpoints, and keep the one with the best besides
                 the newest.
+            saved: called on every rank with step and folder once a checkpoint has its name, by
+                the thread that calls `advance` or `wait`.
         """
         # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
@@ -159,6 +162,7 @@ class Saver:
         self._keep = keep
         self._pinned = pinned
         self._keep_best = keep_best
+        self._saved = saved
         # Another process of this run may still be writing: its temporary folders have other names.
         self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
         # A single thread keeps the copy, the write and the naming of a save in order.
@@ -412,18 +416,18 @@ class Saver:
                 f"they were. {advice}"
             )
         self.saved_step = save.step
-        if runtime.rank() != 0:
-            return
-        for root, problem in zip(self._roots[1:], others, strict=True):
-            if problem:
-                where = (root, save.step, problem)
-                logger.warning("warning: %s: has no checkpoint of step %d: %s", *where)
-        assert self.last is not None, "the second phase has set it"
-        logger.info(
-            "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
-            *(self.last.path, self.last.bytes / 1e6, self.last.seconds),
-            self.stall_seconds - save.stalled,
-        )
+        if runtime.rank() == 0:
+            for root, problem in zip(self._roots[1:], others, strict=True):
+                if problem:
+                    where = (root, save.step, problem)
+                    logger.warning("warning: %s: has no checkpoint of step %d: %s", *where)
+            assert self.last is not None, "the second phase has set it"
+            logger.info(
+                "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
+                *(self.last.path, self.last.bytes / 1e6, self.last.seconds),
+                self.stall_seconds - save.stalled,
+            )
+        self._saved(save.step, self._roots[0] / str(save.step))
 
     def _problems_here(self, save: _Save) -> list[_Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""

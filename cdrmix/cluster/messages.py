@@ -49,6 +49,8 @@ _OUTCOME = "outcome.json"
 STOP = "stop"
 # Empty: notes that all ranks have met.
 MET = "met"
+# Empty: notes that a start that was stopped is the last one, as the run's own code wants it.
+ENOUGH = "enough"
 _MOST_LETTERS = 200
 _POLL_SECONDS = 0.1
 
@@ -116,6 +118,12 @@ def stop_reason(folder: Path) -> str | None:
         text = (folder / STOP).read_text(encoding="utf-8", errors="replace")[:_MOST_LETTERS]
         return "".join(filter(str.isprintable, text)).strip() or None
     return None
+
+
+def want_no_more_starts(folder: Path) -> None:
+    """Keeps a batch script from starting the run again behind this start, which is stopped."""
+    with contextlib.suppress(OSError):  # the folder is gone, and with it who would read it
+        (folder / ENOUGH).touch()
 
 
 def say(text: str) -> None:

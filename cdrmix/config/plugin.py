@@ -7,7 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from cdrmix.config.section import Section
@@ -86,9 +92,30 @@ def plugins_of(section: Section) -> list[str]:
 class HookConfig(PluginConfig):
     """Code that a run calls at fixed places."""
 
+    name: str | None = Field(None, pattern=r"^[\w.-]{1,100}$")
+    """Name in metrics, logs and checkpoints, unlike that of any other hook; null: the class's."""
     priority: int = 0
     """Hooks are called by rising priority, those of one priority in the order of the list."""
     on_error: Literal["stop", "warn"] = "stop"
     """stop: an error in the hook ends the run. warn: it switches the hook off on all ranks."""
     unsafe: bool = False
     """Give the hook the engine itself, with which it can change what is trained."""
+
+    @property
+    def label(self) -> str:
+        """Name given, or else that of the class."""
+        return self.name or self.use.partition(":")[2]
+
+
+def _have_names_of_their_own(hooks: tuple[HookConfig, ...]) -> tuple[HookConfig, ...]:
+    names = [hook.label for hook in hooks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several hooks are called {', '.join(twice)}: give each a `name`")
+    return hooks
+
+
+# Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+HookConfigs = Annotated[
+    tuple[HookConfig, ...], Field(strict=False), AfterValidator(_have_names_of_their_own)
+]

@@ -19,7 +19,7 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfig, NameOrPlugin, is_plugin
+from cdrmix.config.plugin import HookConfigs, NameOrPlugin, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 
@@ -397,8 +397,7 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
-    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
-    hooks: tuple[HookConfig, ...] = Field((), strict=False)
+    hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""

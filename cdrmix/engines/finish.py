@@ -14,7 +14,7 @@ from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import METRICS
-from cdrmix.engines.stage_a import Pretraining
+from cdrmix.engines.stage_a import Pretraining, evaluation_metrics
 from cdrmix.evaluation.ngram import unigram_and_bigram
 from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
 from cdrmix.log import get_logger
@@ -30,7 +30,8 @@ def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
     average = stage.evaluate_average(run, max_tokens=run.config.evaluation.final_tokens)
-    stage.suites.measure_at_the_end(run)
+    judged = stage.suites.measure_at_the_end(run)
+    run.hooks.evaluated(run.step, evaluation_metrics(evaluation, average) | judged)
     score = stage.last_score(run, evaluation)
 
     def write_results() -> None:

@@ -12,7 +12,7 @@ from cdrmix.checkpoint import store
 from cdrmix.cluster.starts import read_starts
 from cdrmix.engines.loop import train
 from cdrmix.engines.recovery import leave_behind, restore, write_record
-from cdrmix.engines.run import Run
+from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
 from cdrmix.engines.stage_a_optimizer import record_groups
 from cdrmix.engines.start_record import record_start
@@ -44,26 +44,20 @@ def run_stage(
         is_last: no other stage follows in this run.
         guard: entered around training and `finish`, whose evaluation takes memory as well.
     Returns:
-        True if a signal stopped it; the state is then saved.
+        True if a signal or a hook stopped it; the state is then saved.
     """
     stage = run.stage
     with run:
         with run.heartbeat.phase("starting"):
-            _resume_and_describe(run, checkpoint, resumes=resumes)
-            view = RunView(
-                directory=run.directory.path,
-                config=run.config,
-                stage=stage.name,
-                rank=runtime.rank(),
-                world_size=runtime.world_size(),
-                num_steps=stage.num_steps,
-                step=run.step,
-                engine=run.engine,
-            )
-            run.hooks.start(view, resumed=checkpoint is not None and resumes)
-        with guard or nullcontext():
+            state = _resume_and_describe(run, checkpoint, resumes=resumes)
+        # Inside the guard, which has errors of its own for some.
+        with guard or nullcontext(), run.hooks.told_of_errors():
+            with run.heartbeat.phase("starting"):
+                run.hooks.start(_view(run), state=state)
+                run.hooks.check()
             metrics = stage.begin(run)
             if metrics:
+                run.hooks.evaluated(run.step, metrics)
                 line = run.hooks.log(run.step, record(step=run.step, **metrics))
                 runtime.together(partial(run.observer.write, run.step, line))
                 run.start_up.done("baseline")
@@ -72,10 +66,12 @@ def run_stage(
                 is_stopped = train(run)
             if is_stopped:
                 run.hooks.end("stopped")
+                run.hooks.check()
                 return True
             with run.heartbeat.phase("finishing"):
                 finish()
                 run.hooks.end("done")
+                run.hooks.check()
                 # Last of all: the batch script takes this file as the end of the run.
                 if is_last:
                     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -87,8 +83,11 @@ def run_stage(
 
 def _resume_and_describe(
     run: Run, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
-) -> None:
-    """Takes over the state of a checkpoint, and writes what describes this start; collective."""
+) -> JsonObject | None:
+    """Takes over the state of a checkpoint, and writes what describes this start; collective.
+
+    Returns the checkpoint's state.json; None of a stage that begins.
+    """
     state = None
     if checkpoint is not None and resumes:
         state = restore(run, checkpoint)
@@ -112,6 +111,20 @@ def _resume_and_describe(
         leave_behind(run, checkpoint, newer=True)
     run.start_up.done("resume")
     runtime.first_rank_does(lambda: _open_records(run))
+    return state
+
+
+def _view(run: Run) -> RunView:
+    return RunView(
+        directory=run.directory.path,
+        config=run.config,
+        stage=run.stage.name,
+        rank=runtime.rank(),
+        world_size=runtime.world_size(),
+        num_steps=run.stage.num_steps,
+        step=run.step,
+        engine=run.engine,
+    )
 
 
 def _open_records(run: Run) -> None:

@@ -17,13 +17,15 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.checkpoint.engine_state import before_each_step
+from cdrmix.cluster.messages import want_no_more_starts
 from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.recovery import hold, react, save_run, settle
-from cdrmix.engines.run import Batch, Result, Run
+from cdrmix.engines.run import Batch, JsonObject, Result, Run
 from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.hooks import StepFigures
+from cdrmix.hooks.dispatch import Ending
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
@@ -83,7 +85,7 @@ def train(run: Run) -> bool:
     """Train up to the end of a stage, and wait for the last checkpoint.
 
     Returns:
-        True if a signal stopped it before; the state is then saved.
+        True if a signal or a hook stopped it before; the state is then saved.
     Raises:
         DataError: on every rank, if a shard cannot be read on any of them; the state is saved.
         StateError: on every rank, if one could not write, or the run is not healthy.
@@ -98,14 +100,27 @@ def train(run: Run) -> bool:
             logger.warning("warning: %s", another)
         raise
     settle(run)
+    run.hooks.check()
     if is_stopped:
-        reason = next(filter(None, runtime.all_gather_object(run.requests.stop)), "a request")
-        run.observer.end_progress()  # a live bar would be drawn again, below the command
-        logger.info(
-            "stopped by %s after step %d, which is saved. Go on with: %s",
-            *(reason, run.step, command_to_go_on(run.command, run.directory.path)),
-        )
+        _tell_of_stop(run)
     return is_stopped
+
+
+def _tell_of_stop(run: Run) -> None:
+    """Log who stopped the run, and keep a batch script from starting it again for a hook's wish;
+    collective."""
+    asked = (run.hooks.take_wishes().reason_to_stop, run.requests.stop)
+    of_hooks, of_signals = zip(*runtime.all_gather_object(asked), strict=True)
+    by_hook = next(filter(None, of_hooks), None)
+    folder = runtime.launch_folder()
+    if by_hook is not None and folder is not None and runtime.rank() == 0:
+        want_no_more_starts(folder)
+    run.observer.end_progress()  # a live bar would be drawn again, below the command
+    logger.info(
+        "stopped by %s after step %d, which is saved. Go on with: %s",
+        by_hook or next(filter(None, of_signals), "a request"),
+        *(run.step, command_to_go_on(run.command, run.directory.path)),
+    )
 
 
 def _train(run: Run[Batch, Result]) -> bool:
@@ -123,7 +138,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         batch = None
         failure = None
         try:
-            batch = stage.next_batch(run)
+            batch = run.hooks.batch(stage.next_batch(run))
         except DataError as error:  # the other ranks wait in `agree` and learn of it there
             failure = error
         waited_for_data = time.perf_counter() - began
@@ -137,6 +152,10 @@ def _train(run: Run[Batch, Result]) -> bool:
             # Before a save: a checkpoint then holds no step whose loss is known to be bad.
             if react(run, [verdict], position):
                 continue
+        if agreement.evaluate and agreement.ending is None:
+            _evaluate_now(run)
+        if agreement.ending is not None:
+            _end(run, agreement.ending, position)
         if agreement.stop or agreement.save or agreement.unread:
             save_run(run, position)
         if agreement.unread:
@@ -165,6 +184,25 @@ def _train(run: Run[Batch, Result]) -> bool:
         run.hooks.step_done(run.step, StepFigures(seconds, waited_for_data, is_skipped))
         _observe(run, result, verdict)
     return False
+
+
+def _evaluate_now(run: Run) -> None:
+    """Evaluate behind the last step, as a hook has asked for; a line of its own in the metrics."""
+    if run.hooks.is_evaluated(run.step):
+        return
+    results = run.stage.evaluate(run)
+    if not results:
+        logger.info("a hook asked for an evaluation, and this stage has none between steps")
+        return
+    run.hooks.evaluated(run.step, results)
+    _write(run, run.hooks.log(run.step, record(step=run.step, **results)))
+
+
+def _end(run: Run, ending: Ending, position: JsonObject) -> None:
+    """Save, unless the state may be bad, and raise the error of a hook; on all ranks."""
+    if ending.is_state_good:
+        save_run(run, position)
+    raise ending.error
 
 
 def may_lower_scale(engine: Any) -> bool:
@@ -201,21 +239,26 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     # Before an evaluation or a save, which would be of weights known to be bad.
     if react(run, verdicts, position):
         return
+    # Before what takes its time, so that a hook that has failed is told of at once.
+    ending = run.hooks.agreed() if evaluates or compares or suites else None
+    if ending is not None:
+        _end(run, ending, position)
+    results: dict[str, float] = {}
     if evaluates:
-        results = stage.evaluate(run)
-        run.hooks.evaluated(run.step, results)
-        metrics |= results
+        results |= stage.evaluate(run)
     verdict = None
     if compares:
         compared, verdict = stage.compare(run)
-        metrics |= compared
+        results |= compared
     if suites:
         judged, is_best = stage.measure_suites(run, suites)
-        metrics |= judged
+        results |= judged
         saves = saves or (is_best and config.checkpoint.keep_best)
+    if results:
+        run.hooks.evaluated(run.step, results)
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
-        react(run, [*_log(run, metrics), verdict], position)
+        react(run, [*_log(run, metrics | results), verdict], position)
     if saves:
         save_run(run, position)
 
@@ -230,24 +273,28 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     # The slowest and the fullest rank count: the others wait for the one, and the run ends with
     # the other.
     usage = (peak, peak / (runtime.device_memory_gib() * 2**30), waited, waited / seconds)
-    peak, peak_share, waited, waited_share = map(
-        max, zip(*runtime.all_gather_object(usage), strict=True)
-    )
+    of_ranks = runtime.all_gather_object((*usage, *run.hooks.take_seconds()))
+    peak, peak_share, waited, waited_share, *of_hooks = map(max, zip(*of_ranks, strict=True))
     verdicts = []
     if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
         verdicts.append(run.health.wait_known(run.step, seconds=waited, share=waited_share))
         metrics["tokens_per_second"] = len(window) * run.config.training.tokens_per_step / seconds
     verdicts.append(run.health.memory_known(run.step, peak_share))
+    step_seconds = seconds / len(window)
     metrics |= {
-        "step_seconds": seconds / len(window),
+        "step_seconds": step_seconds,
         "memory_peak_bytes": peak,
         **run.health.metrics(),
+        **run.hooks.timed(of_hooks, num_steps=len(window), step_seconds=step_seconds),
     }
-    line = run.hooks.log(run.step, record(step=run.step, **metrics))
+    _write(run, run.hooks.log(run.step, record(step=run.step, **metrics)))
+    return verdicts
+
+
+def _write(run: Run, line: dict[str, float]) -> None:
     # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
     with run.heartbeat.phase("logging"):
         runtime.together(lambda: run.observer.write(run.step, line))
-    return verdicts
 
 
 class Agreement(NamedTuple):
@@ -255,15 +302,18 @@ class Agreement(NamedTuple):
 
     # of the global batch: valid tokens, or those of each kind, in Stage A, lessons in Stage B
     weights: tuple[float, ...]
-    stop: bool  # a rank received a signal to stop
-    save: bool  # a rank received a signal to save, or rank 0's clock says that one is due
+    stop: bool  # a rank received a signal to stop, or a hook there asks for it
+    save: bool  # a signal or a hook asks a rank for it, or rank 0's clock says that one is due
+    evaluate: bool  # a hook of a rank asks for it
     unread: bool  # a rank could not read its share of the batch
+    ending: Ending | None  # error of a hook on a rank
     loss: float | None  # of the step before, in nats per token; None where it was known already
 
 
 def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
-    """Exchange in one collective: the weights of the global batch, requests of signals, the loss of
-    the step before, and each rank's progress with the checkpoint written in the background.
+    """Exchange in one collective: the weights of the global batch, requests of signals and hooks,
+    hooks that failed, the loss of the step before, and each rank's progress with the checkpoint
+    written in the background.
 
     `batch` is this rank's share of the coming step, None where it could not be read.
 
@@ -271,6 +321,9 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
         StateError: on every rank, if any of them could not write that checkpoint.
     """
     stop, save = run.requests.poll()
+    wishes = run.hooks.take_wishes()
+    stop = stop or wishes.reason_to_stop is not None
+    save = save or wishes.wants_save
     minutes = run.config.checkpoint.every_minutes
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
@@ -279,12 +332,16 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     assert len(weights) == num_weights, "alike on all ranks"
     own_loss, loss_weight = run.unjudged or (0.0, 0.0)
     requests = [stop, save, batch is None]
+    of_hooks = run.hooks.votes(wishes)
     # float64 counts tokens exactly up to 9e15.
-    votes = [*weights, float(own_loss), *requests, *run.saver.votes()]
+    votes = [*weights, float(own_loss), *requests, *of_hooks, *run.saver.votes()]
     sums = torch.tensor(votes, dtype=torch.float64).to(runtime.device())
     totals = runtime.all_reduce_sum(sums).tolist()
     loss, *counts = totals[num_weights:]
-    run.saver.advance(counts[len(requests) :])
-    stop, save, unread = (count > 0 for count in counts[: len(requests)])
+    asked, counts = counts[: len(requests)], counts[len(requests) :]
+    run.saver.advance(counts[len(of_hooks) :])
+    evaluate, ending = run.hooks.heed(counts[: len(of_hooks)])
+    stop, save, unread = (count > 0 for count in asked)
     last_loss = loss / loss_weight if run.unjudged else None
-    return Agreement(tuple(totals[:num_weights]), stop, save, unread, last_loss)
+    weights_of_all = tuple(totals[:num_weights])
+    return Agreement(weights_of_all, stop, save, evaluate, unread, ending, last_loss)

@@ -17,8 +17,7 @@ by 6.6 % at most, whatever the spectrum, and bounded by the size of an orthogona
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
+from cdrmix.hooks import Hook, RunView, StepFigures
 from cdrmix.log import get_logger
 from cdrmix.optimizers.muon import Muon, Watched, scale_factor
 from cdrmix.optimizers.muon_layout import Matrix
@@ -52,37 +52,45 @@ _LARGEST_VALUE = 1.5
 _ROUNDING = 2.0**-23
 
 
-class OptimizerCheck:
-    """Checks the first steps that Muon takes; other optimizers are not checked."""
+class OptimizerCheck(Hook):
+    """Checks the first steps that Muon takes in a stage; other optimizers are not checked.
+
+    A step that is skipped, has no gradient for the momentum, or a rate of 0 leaves the check to the
+    next.
+    """
+
+    collective = True
 
     def __init__(self) -> None:
-        self._left = _MOST_STEPS
+        self._left = 0
+        self._watched: list[Watched] = []
+        self._counted = 0  # matrices orthogonalised before the step
 
-    @contextlib.contextmanager
-    def of_step(self, engine: Any, config: Config) -> Iterator[None]:
-        """Watches the step that is taken inside the context, and checks it; collective.
+    def on_start(self, run: RunView) -> None:
+        """Begins to check, if the engine's optimizer is Muon."""
+        self._config: Config = run.config
+        self._optimizer: Muon = run.engine.optimizer.optimizer
+        self._left = _MOST_STEPS if isinstance(self._optimizer, Muon) else 0
 
-        A step that is skipped, has no gradient for the momentum, or a rate of 0 leaves the check to
-        the next.
+    def on_batch(self, batch: Mapping[str, Any]) -> None:
+        """Watches the step that comes."""
+        if self._left:
+            self._watched = self._optimizer.watch(_WATCHED)
+            self._counted = self._optimizer.newton_schulz.matrices
 
-        Raises:
-            StateError: on every rank, if any of them found a fault.
-        """
-        optimizer = engine.optimizer.optimizer
-        if not (self._left and isinstance(optimizer, Muon)):
-            yield
+    def on_step(self, step: int, measured: StepFigures) -> None:
+        """Checks a step. Raises StateError, on every rank, if any of them found a fault."""
+        if not self._left:
             return
-        watched = optimizer.watch(_WATCHED)
-        counted = optimizer.newton_schulz.matrices
-        skipped = engine.skipped_steps
-        yield
+        optimizer, config = self._optimizer, self._config
         optimizer.watched = {}
         rates = [group["lr"] for group in optimizer.param_groups if group["is_muon"]]
-        if engine.skipped_steps > skipped or optimizer.is_spike or not any(rates):
+        if measured.is_skipped or optimizer.is_spike or not any(rates):
             return
-        matrices, problems = _counts(optimizer, config, optimizer.newton_schulz.matrices - counted)
+        orthogonalised = optimizer.newton_schulz.matrices - self._counted
+        matrices, problems = _counts(optimizer, config, orthogonalised)
         is_idle = False
-        for each in watched:
+        for each in self._watched:
             wholes = _gathered(each)
             is_idle = is_idle or not wholes.gradient.any()
             problems += _differences(optimizer, config, each.matrix, wholes)
@@ -100,8 +108,9 @@ class OptimizerCheck:
         if is_first:
             logger.info(
                 "muon: checked: each of %d matrices orthogonalised once, %d computed again",
-                *(matrices, len(watched)),
+                *(matrices, len(self._watched)),
             )
+        self._watched = []
 
 
 def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> tuple[int, list[str]]:

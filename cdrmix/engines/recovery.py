@@ -56,6 +56,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "stage": run.stage.name,
                 **({"base": run.base} if run.base else {}),
                 **run.stage.saved(run),
+                **run.hooks.state_dict(),
             },
             rank_state={"random": runtime.random_state()},
             score=run.score,
@@ -70,10 +71,12 @@ def save_run(run: Run, position: JsonObject) -> None:
 
 
 def hold(run: Run) -> None:
-    """Wait until the state is copied, so that the optimizer may change it; on this rank alone."""
+    """Wait until the state is copied, so that the optimizer may change it, and tell hooks; on this
+    rank alone."""
     if run.saver.is_copying:
         with _stalled(run):
             run.saver.wait_for_copy()
+    run.hooks.backward_done(run.step)
 
 
 def settle(run: Run) -> None:
@@ -235,7 +238,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     # The weights go back and the data does not: the samples that led here are passed over.
     run.stage.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
-    run.hooks.rewound(run.step)
+    run.hooks.rewound(run.step, state)
     runtime.first_rank_does(lambda: write_record(run))
     # The checkpoint of this step does not know which samples are passed over: save it again.
     run.saver.saved_step = None

@@ -290,6 +290,7 @@ def make_run(
         keep_best=start.config.checkpoint.keep_best,
         background=start.plan.saves_in_background,
         pinned=first_step or None,  # Stage A is built on none
+        saved=start.hooks.saved,
     )
     return Run(
         **vars(start), topology=topology, engine=engine, stage=stage, saver=saver, step=first_step

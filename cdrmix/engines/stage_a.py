@@ -37,7 +37,6 @@ from cdrmix.engines.combination import (
 )
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
-from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.engines.routing import (
     router_parts,
     routing_metrics,
@@ -79,6 +78,23 @@ def _tokens_between(config: Config) -> int:
     share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
     passes = 1 if config.training.ema_decay is None else 2
     return int(share * config.training.tokens_per_step) // passes
+
+
+def evaluation_metrics(evaluation: Evaluation, average: Evaluation | None) -> dict[str, float]:
+    """Metrics of an evaluation, and of one of the average of the weights."""
+    return {
+        "eval/loss": evaluation.loss,
+        **({} if average is None else {"eval/ema_loss": average.loss}),
+        "eval/perplexity": evaluation.perplexity,
+        "eval/bits_per_byte": evaluation.bits_per_byte,
+        **{
+            member_name("eval/domain/*/loss", each.domain): each.loss for each in evaluation.domains
+        },
+        **{
+            member_name("eval/objective/*/loss", each.objective): each.loss
+            for each in evaluation.objectives
+        },
+    }
 
 
 class Pretraining(Stage[Batch, StepResult]):
@@ -126,7 +142,6 @@ class Pretraining(Stage[Batch, StepResult]):
         )
         self.num_steps = config.training.num_steps
         self.num_weights = len(weight_names(config))
-        self.check = OptimizerCheck()
         self.suites = Suites(config.evaluation, corpus)
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
@@ -142,17 +157,13 @@ class Pretraining(Stage[Batch, StepResult]):
         return own_weights(batch, run.config)
 
     def train_step(self, run: Run, batch: Batch, *, weights: Sequence[float]) -> StepResult:
-        """Take one optimizer step; Muon's first one of a start is checked.
-
-        Raises StateError, on every rank, if Muon does not do what it should.
-        """
-        with self.check.of_step(run.engine, run.config):
-            return train_step(
-                *(run.engine, run.config, run.topology, batch),
-                step=run.step,
-                weights=weights,
-                rate_scale=run.health.rate_scale,
-            )
+        """Take one optimizer step."""
+        return train_step(
+            *(run.engine, run.config, run.topology, batch),
+            step=run.step,
+            weights=weights,
+            rate_scale=run.health.rate_scale,
+        )
 
     def tokens_seen(self, run: Run) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
@@ -166,21 +177,8 @@ class Pretraining(Stage[Batch, StepResult]):
         if run.config.evaluation.best_by == LOSS:
             run.evaluated = (run.step, Score(evaluation.loss, evaluation.tokens))
         average = self.evaluate_average(run, max_tokens=_tokens_between(run.config))
-        return {
-            "eval/loss": evaluation.loss,
-            **({} if average is None else {"eval/ema_loss": average.loss}),
-            "eval/perplexity": evaluation.perplexity,
-            "eval/bits_per_byte": evaluation.bits_per_byte,
-            "eval/seconds": time.monotonic() - began,
-            **{
-                member_name("eval/domain/*/loss", each.domain): each.loss
-                for each in evaluation.domains
-            },
-            **{
-                member_name("eval/objective/*/loss", each.objective): each.loss
-                for each in evaluation.objectives
-            },
-        }
+        seconds = time.monotonic() - began
+        return evaluation_metrics(evaluation, average) | {"eval/seconds": seconds}
 
     def last_score(self, run: Run, last: Evaluation) -> Score | None:
         """Score of the end, as those between steps; collective.

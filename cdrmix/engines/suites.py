@@ -145,10 +145,13 @@ class Suites:
             )
         return metrics, self._best is not before
 
-    def measure_at_the_end(self, run: Run) -> None:
-        """Judges the model by all suites; their time counts for no share. Collective."""
+    def measure_at_the_end(self, run: Run) -> dict[str, float]:
+        """Judges the model by all suites and returns the metrics; their time counts for no share.
+        Collective."""
+        metrics: dict[str, float] = {}
         for suite in self._settings.suites:
-            self._judge(run, suite)
+            metrics |= self._judge(run, suite)
+        return metrics
 
     def summary(self, run: Run) -> JsonObject:
         """Section `suites` of metrics.json, on rank 0."""

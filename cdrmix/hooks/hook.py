@@ -2,7 +2,7 @@
 
 Every event comes on all ranks, at the same place and in the same order. A hook must not communicate
 with other ranks: what it asks for by `RunView.request` travels in the collective that each step has
-anyway, and counts for all ranks once any of them asked.
+anyway, and counts for all ranks once any of them asked. So does an error that it raises.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Wishes:
         self.wants_save = True
 
     def evaluate(self) -> None:
-        """Asks for an evaluation on held-out data."""
+        """Asks for an evaluation on held-out data, which Stage B has none of between steps."""
         self.wants_evaluation = True
 
     def stop(self, reason: str) -> None:
-        """Asks for the end of the run, after a save; `reason` goes to the log."""
+        """Asks for the end of the run, after a save; `reason` goes to the log. Nothing starts the
+        run again by itself."""
         self.reason_to_stop = reason
 
 
@@ -70,6 +71,9 @@ class Hook:
     """
 
     Options: ClassVar[type[BaseModel] | None] = None
+    # A hook that runs collectives in its events, on all ranks alike. What it raises ends its rank
+    # at once, as the others cannot be told; a TrainingError it must raise on all of them.
+    collective: ClassVar[bool] = False
 
     def on_start(self, run: RunView) -> None:
         """Called once the engine is there and a checkpoint, if any, is loaded. `run` stays valid
@@ -77,18 +81,21 @@ class Hook:
 
     def on_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Called with this rank's share of a step, tensors by name on the host; may return another
-        one of the same names, shapes and types in its place."""
+        one of the same names, shapes and types in its place. Ranks of one tensor group or pipeline
+        have the same batch, and must return the same. In Stage B it is `lessons`, a list."""
         return None
 
     def on_backward_done(self, step: int) -> None:
         """Called behind the last backward pass of a step and before the optimizer changes the
-        weights; `step` counts those completed before."""
+        weights; `step` counts those completed before. A step that is skipped has no such call, one
+        of Stage B's policy, which may be several of the optimizer, that before the first."""
 
     def on_step(self, step: int, measured: StepFigures) -> None:
         """Called behind each step, the `step`-th."""
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Called behind an evaluation between steps or at the end, with its metrics."""
+        """Called behind the evaluations of a step, before the first one or at the end, with their
+        metrics: held-out losses, rows of suites, `reasoning/TASK/LENGTHx` of Stage B."""
 
     def on_log(self, step: int, record: Mapping[str, float]) -> Mapping[str, float] | None:
         """Called with each line before it goes to metrics.jsonl; may return further numbers, which
@@ -96,7 +103,7 @@ class Hook:
         return None
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Called once the checkpoint of a step has its name."""
+        """Called once the checkpoint of a step has its name; training may be steps further."""
 
     def on_resume(self, step: int) -> None:
         """Called behind `on_start` where the run goes on from the checkpoint of a step."""
@@ -105,14 +112,15 @@ class Hook:
         """Called when the run has gone back to the checkpoint of an earlier step."""
 
     def on_error(self, exception: BaseException) -> None:
-        """Called on a rank that ends with an error; other ranks may be gone."""
+        """Called once on a rank that ends with an error behind `on_start`; other ranks may be
+        gone."""
 
     def on_end(self, outcome: Literal["done", "stopped"]) -> None:
         """Called at the end of the stage, or once a signal or a hook has stopped it."""
 
     def state_dict(self) -> dict[str, Any]:
         """State that a checkpoint keeps, that of rank 0: JSON values, and tensors that are the same
-        on all ranks."""
+        on all ranks, up to 16 MiB together."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

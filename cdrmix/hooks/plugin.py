@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from cdrmix.config.plugin import PluginConfig
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, TrainingError
 
 Kind = TypeVar("Kind")
 
@@ -32,7 +32,7 @@ def make_plugin(plugin: PluginConfig, kind: type[Kind], *, where: str) -> Kind:
     if options is None:
         if plugin.options:
             raise ConfigError(f"{where}.options: {plugin.use} takes none: it has no class Options")
-        return found()
+        return _made(plugin, found, where=where)
     assert issubclass(options, BaseModel), f"{plugin.use}.Options is no pydantic model"
     try:
         made = options.model_validate(plugin.options)
@@ -43,8 +43,20 @@ def make_plugin(plugin: PluginConfig, kind: type[Kind], *, where: str) -> Kind:
         raise ConfigError(
             f"{where}.options{at and f'.{at}'}: {first['msg']} ({plugin.use} knows: {known})"
         ) from error
+    return _made(plugin, found, made, where=where)
+
+
+def _made(plugin: PluginConfig, found: type[Kind], *options: BaseModel, where: str) -> Kind:
     factory: Any = found
-    return factory(made)
+    try:
+        made: Kind = factory(*options)
+    except TrainingError:
+        raise
+    except Exception as error:  # any that code of a user's may raise
+        raise ConfigError(
+            f"{where}: {plugin.use} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return made
 
 
 def plugin_class(path: str, kind: type[Kind], *, where: str) -> type[Kind]:

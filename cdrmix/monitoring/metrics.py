@@ -126,8 +126,9 @@ METRICS: tuple[Metric, ...] = (
     # Suites of evaluations: suite, task and metric of each row, and ema_METRIC for the average of
     # the weights. The steps that have them depend on time where the suites' share of it is used up.
     Metric("suite/*/*/*", "as the metric's name says", "none"),
-    # Numbers that hooks add: name of the hook's class, and key.
+    # Numbers that hooks add: name of the hook, and key.
     Metric("plugin/*/*", "as the hook says", "none", deterministic=False),
+    Metric("hooks/*/seconds", "seconds in a hook", "max", "step", deterministic=False),
     Metric("suite/*/failures", "times it failed, since the start of the run", "none"),
 )
 

@@ -43,6 +43,7 @@ from cdrmix.errors import (
 )
 from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
+from cdrmix.hooks.source import check_sources
 from cdrmix.planning.profile import check_legal
 
 # A second's worth of reading: the weights of a small model, not those of a large one.
@@ -73,13 +74,15 @@ def check_start(
         DataError: if the data set is missing, or does not fit model, mixture or sequence length;
             if the weights of a Hugging Face model, or tasks of a suite, are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A, or the folder of a Hugging Face model cannot be
-            used.
+        ConfigError: if Stage B is given no Stage A, a hook is not there, or the folder of a Hugging
+            Face model cannot be used.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
     with _noted(found):
         check_legal(config, world_size=world_size, profile=profile, device=device)
+    with _noted(found):
+        check_sources(config.hooks)
     found += _data_problems(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)

@@ -118,6 +118,9 @@ def _set_up(
 def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
+    if rows:
+        scores = {f"reasoning/{row.task}/{row.length_ratio}x": row.score for row in rows}
+        run.hooks.evaluated(run.step, scores)
 
     def write_results() -> None:
         path = run.directory.path

@@ -18,7 +18,8 @@ from tests.harness import ROOT
 REASONING = ROOT / "model_configs" / "cdrmix-reason-tiny.yaml"
 # Ends as the test says, with its checkpoint; shows the variables that it was started with.
 SRUN = """#!/bin/bash
-read -r code step latest <"$PLAYED/next"
+read -r code step latest enough <"$PLAYED/next"
+[ -n "$enough" ] && touch "$CDRMIX_LAUNCH_FOLDER/enough"
 mkdir -p "$RUN/checkpoints"
 echo "$latest" >"$RUN/checkpoints/latest"
 echo "{\\"exit_code\\": $code, \\"reason\\": \\"\\", \\"step\\": $step}" \
@@ -47,9 +48,9 @@ class Played:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def start(self, code: int, *, step: int, latest: int) -> str:
+    def start(self, code: int, *, step: int, latest: int, enough: str = "") -> str:
         """What becomes of a start that ends so: requeued, cancelled or its exit code."""
-        (self._folder / "next").write_text(f"{code} {step} {latest}\n")
+        (self._folder / "next").write_text(f"{code} {step} {latest} {enough}\n")
         decision = self._folder / "decision"
         decision.unlink(missing_ok=True)
         environment = {
@@ -105,6 +106,8 @@ def test_what_may_pass_is_requeued_and_what_may_not_is_not(tmp_path: Path) -> No
     )
     assert job.start(2, step=14, latest=20).startswith("2 "), "in training, such as health's stop"
     assert job.start(75, step=25, latest=25) == "requeued", "stopped by SLURM, and saved"
+    assert job.start(75, step=30, latest=30, enough="yes").startswith("75 "), "stopped by a hook"
+    assert job.start(1, step=35, latest=35, enough="yes") == "requeued", "lost after all"
 
 
 def test_the_end_of_stage_a_is_not_the_end_of_a_reasoning_run(tmp_path: Path) -> None:
@@ -128,6 +131,8 @@ def test_a_core_run_is_at_its_end_where_nothing_more_is_asked_for(tmp_path: Path
     assert "at its end" in job.start(1, step=0, latest=0), "of an earlier version"
     summary.write_text(json.dumps({"steps": 40}))
     assert job.start(2, step=0, latest=0) == "cancelled --state=PENDING 7"
+    assert job.start(75, step=45, latest=45, enough="yes") == "cancelled --state=PENDING 7"
+    assert job.start(75, step=48, latest=48).startswith("75 "), "the next job goes on"
     marker = job.run_dir / "finished.json"
     marker.write_text(json.dumps({"step": 50, "stage": "a", "finished": "2026-01-01"}))
     assert "at its end" in job.start(1, step=0, latest=0)

@@ -17,6 +17,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.files import read_json
 from cdrmix.monitoring.sinks import read_metrics
+from tests.checked_step import checked_step
 from tests.distributed import test_resume
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, run_ranks
@@ -233,7 +234,6 @@ MUON = {
 
 def muon_tables(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
     """Table of parameters of each case, behind a checked first step."""
-    from cdrmix.engines.optimizer_check import OptimizerCheck
     from cdrmix.engines.stage_a_optimizer import parameter_table
 
     quiet()
@@ -241,7 +241,7 @@ def muon_tables(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         started = start(case, folder_of(root, case.family))
-        with OptimizerCheck().of_step(started.engine, started.config):
+        with checked_step(started.engine, started.config):
             run_steps(started, count=1)
         found.append(parameter_table(started.engine, started.config))
         started.engine.destroy()

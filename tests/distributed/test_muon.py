@@ -22,6 +22,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.store import find_newest
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.errors import StateError
+from tests.checked_step import checked_step
 from tests.checkpoints import save_checkpoint
 from tests.harness import run_ranks
 from tests.layouts import Case, make_config, run_steps, start, wake_blocks
@@ -221,7 +222,6 @@ CASE = Case(data=2, expert=2, optimizer="muon", model=SMALL)
 
 def planted(fault: str) -> str | None:
     """Message of the first step with a fault in this process; None where it passes."""
-    from cdrmix.engines.optimizer_check import OptimizerCheck
     from cdrmix.optimizers import groups, newton_schulz
 
     case = CASE
@@ -265,7 +265,7 @@ def planted(fault: str) -> str | None:
 
         optimizer.newton_schulz = Nothing()
     try:
-        with OptimizerCheck().of_step(engine, started.config):
+        with checked_step(engine, started.config):
             run_steps(started, count=1)
     except StateError as error:
         return str(error)

@@ -18,6 +18,7 @@ from cdrmix import log
 from cdrmix.engines import loop
 from cdrmix.engines.run import Observer, Run
 from cdrmix.engines.run_directory import METRICS
+from cdrmix.hooks.dispatch import Hooks
 
 
 def read_terminal(master: int) -> str:
@@ -40,6 +41,7 @@ def stopped_run(folder: Path) -> Run[Any, Any]:
             engine=None,
             observer=observer,
             requests=SimpleNamespace(stop="SIGINT"),
+            hooks=Hooks(),
             step=7,
             command=["cdrmix", "train"],
             directory=SimpleNamespace(path=folder),

@@ -216,6 +216,14 @@ def test_a_base_is_looked_at_unless_a_checkpoint_holds_all_weights(
     check(config, run_dir=run_dir, resume="auto")
 
 
+def test_a_hook_that_is_not_there_is_told_with_the_other_faults(tmp_path: Path) -> None:
+    hooks = "hooks=[{use: 'no_such_module:Hook'}, {use: 'tests.noting_hooks:Notings'}]"
+    told = refusal(small(tmp_path / "none", hooks), ConfigError).split("\n")
+    assert told[0].startswith("hooks[0].use: no_such_module:Hook: there is no module")
+    assert told[1].endswith("tests.noting_hooks has no Notings. Did you mean Noting?")
+    assert str(tmp_path / "none") in told[2]
+
+
 def test_a_start_is_checked_without_torch() -> None:
     check = (
         "import sys\n"
