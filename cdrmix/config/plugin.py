@@ -33,8 +33,12 @@ def label_of(name: str) -> str:
     return name.partition(":")[2] or name
 
 
+class NamesPlugins:
+    """Mark of a field whose value, or each entry of it, may be package.module:Name."""
+
+
 @dataclass(frozen=True)
-class NameOrPlugin:
+class NameOrPlugin(NamesPlugins):
     """Annotation of a text that is one of our names, or package.module:Name.
 
     pydantic's union of both would report a wrong name twice, and below a key that no file has.
@@ -74,6 +78,20 @@ class PluginConfig(Section):
     """Class, as package.module:Name, of an installed package or of a file in `plugins`."""
     options: dict[str, Any] = {}
     """Options of the class, which it checks itself."""
+
+
+def plugins_of(section: Section) -> list[str]:
+    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
+    found: list[str] = [section.use] if isinstance(section, PluginConfig) else []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        names_plugins = any(isinstance(mark, NamesPlugins) for mark in field.metadata)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Section):
+                found += plugins_of(each)
+            elif names_plugins and isinstance(each, str) and is_plugin(each):
+                found.append(each)
+    return list(dict.fromkeys(found))
 
 
 class HookConfig(PluginConfig):

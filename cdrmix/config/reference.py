@@ -14,14 +14,7 @@ from pydantic.fields import FieldInfo
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import DERIVED_MODEL_FIELDS
 from cdrmix.config.plugin import NameOrPlugin
-from cdrmix.config.problems import (
-    allowed,
-    alternatives,
-    bounds,
-    item_of,
-    nearest_paths,
-    section_of,
-)
+from cdrmix.config.problems import alternatives, bounds, item_of, nearest_paths, section_of
 from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
 from cdrmix.config.section import Section
@@ -46,6 +39,7 @@ _EXAMPLES: dict[str, Any] = {
     "model.lora.alpha": 32.0,
     "model.lora.target_modules": ["q_proj", "v_proj"],
     "model.remote_code": ["0" * 64],
+    "model.mixer_options": {"my_blocks:RunningMean": {"heads": 4}},
     "stage_b": None,
     "parallel.data": 8,
     "parallel.expert": 8,
@@ -58,6 +52,7 @@ _EXAMPLES: dict[str, Any] = {
     "checkpoint.retention": {"use": "my_rules:Weekly"},
     "checkpoint.retention.use": "my_rules:Weekly",
     "checkpoint.retention.options": {"days": 7},
+    "training.schedule_options": {"period_steps": 1_000},
     "data.path": "/data/my-shards",
     "data.recipe": "python",
     "data.mixture": {"phases": [{"weights": {"code": 2, "prose": 1}}]},
@@ -71,6 +66,12 @@ _EXAMPLES: dict[str, Any] = {
     "hooks": [{"use": "my_hooks:GradientNoise"}],
     "hooks[].use": "my_hooks:GradientNoise",
     "hooks[].options": {"every_steps": 10},
+    "optimizer.options": {"momentum": 0.9},
+    "objectives.plugins": [{"use": "my_losses:Confidence"}],
+    "objectives.plugins[].use": "my_losses:Confidence",
+    "objectives.plugins[].options": {"margin": 0.1},
+    "objectives.plugins[].weight": 0.1,
+    "objectives.plugins[].name": "confidence",
     "evaluation.suites": [{"name": "zero-shot", "tasks": "/data/tasks"}],
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,
@@ -222,8 +223,8 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
     limits = bounds(field)
     words = [str(kind) for kind in kinds if isinstance(kind, str | int)]
     item = item_of(field.annotation)
-    if any(isinstance(each, NameOrPlugin) for each in field.metadata):
-        kind, limits = "choice", allowed(field).removeprefix("one of ")
+    if names := [each for each in field.metadata if isinstance(each, NameOrPlugin)]:
+        kind, limits = "choice", names[0].allowed.removeprefix("one of ")
     elif words:
         kind, limits = "choice", ", ".join(words)
     elif item is not None:

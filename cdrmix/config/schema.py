@@ -6,7 +6,7 @@ A class checks its own fields; `cdrmix.planning.rules` checks pairs across secti
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,9 +19,11 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfigs, PluginConfig
+from cdrmix.config.plugin import HookConfigs, NameOrPlugin, PluginConfig, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
+
+SCHEDULES = ("cosine", "wsd", "linear", "constant", "infinite")
 
 
 class MixturePhase(Section):
@@ -219,10 +221,13 @@ class TrainingConfig(Section):
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
-    schedule: Literal["cosine", "wsd", "linear", "constant", "infinite"] = "cosine"
+    schedule: Annotated[str, NameOrPlugin(SCHEDULES)] = "cosine"
     """Learning rate after the warm-up. cosine, linear: falls to the minimum at the last step; wsd:
     stays at the peak and falls in the cooldown; constant: stays at the peak; infinite: falls to
-    hold_learning_rate within settle_steps, stays there and falls in the cooldown."""
+    hold_learning_rate within settle_steps, stays there and falls in the cooldown. A class of yours
+    tells the rate of every step, of the warm-up too."""
+    schedule_options: dict[str, Any] = {}
+    """Options of a schedule of yours, which it checks itself."""
     cooldown_fraction: float = Field(0.2, ge=0, le=1)
     """Last part of the run, in which wsd and infinite fall to the minimum (ratio of its steps)."""
     hold_learning_rate: float | None = Field(None, gt=0)
@@ -261,6 +266,11 @@ class TrainingConfig(Section):
         return self
 
     def _check_schedule(self) -> None:
+        if self.schedule_options and not is_plugin(self.schedule):
+            raise ValueError(
+                f"schedule_options are for a schedule of yours, and schedule = {self.schedule} has "
+                "none. Leave them out"
+            )
         only_infinite = {
             "hold_learning_rate": self.hold_learning_rate,
             "settle_steps": self.settle_steps,

@@ -19,6 +19,7 @@ from typing import Any
 
 from cdrmix import log
 from cdrmix.config.load import config_hash
+from cdrmix.config.plugin import plugins_of
 from cdrmix.corpus.encode import (
     SPLITS,
     EncodeJob,
@@ -39,7 +40,7 @@ from cdrmix.corpus.outcome import (
     log_outcomes,
     source_outcomes,
 )
-from cdrmix.corpus.recipe import Recipe, load_recipe, passes, plugin_digests
+from cdrmix.corpus.recipe import Recipe, load_recipe, passes
 from cdrmix.corpus.recipe_steps import identity, make_step
 from cdrmix.corpus.remote_jobs import Amounts, Engine, EngineName, Pool
 from cdrmix.corpus.task_run import (
@@ -67,6 +68,7 @@ from cdrmix.data.shards import (
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.data.tokenizer_files import copy_tokenizer, file_digests
 from cdrmix.errors import DataError
+from cdrmix.hooks.plugin import plugin_digests
 
 DEFAULT_VOCAB_SIZE = 50_272
 _logger = log.get_logger(__name__)
@@ -183,7 +185,7 @@ class _Build:
             [task.key for task in self._tasks],
             [identity(step) for step in recipe.stages],
         )
-        self._code = tuple(plugin_digests(recipe).items())
+        self._code = tuple(plugin_digests(plugins_of(recipe)).items())
         # Reports of the steps over the corpus, by their number in the recipe.
         self._decisions: dict[int, Any] = {}
 

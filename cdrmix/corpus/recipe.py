@@ -42,7 +42,7 @@ from cdrmix.data.tokenizer_base import (
     missing_roles,
 )
 from cdrmix.errors import ConfigError, DataError
-from cdrmix.hooks.plugin import make_plugin, plugin_digest
+from cdrmix.hooks.plugin import make_plugin
 
 
 class RolesConfig(Section):
@@ -363,12 +363,6 @@ def passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
         else:
             steps.append(numbered)
     yield steps, None
-
-
-def plugin_digests(recipe: Recipe) -> dict[str, str | None]:
-    """Returns the digest of the code of each class of a user's that a recipe names."""
-    paths = [step.name for step in recipe.stages] + [source.type for source in recipe.sources]
-    return {path: plugin_digest(path) for path in paths if is_plugin(path)}
 
 
 def recipe_yaml(recipe: Recipe) -> str:

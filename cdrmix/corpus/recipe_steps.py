@@ -7,11 +7,11 @@ import hashlib
 import importlib
 import inspect
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model
 
-from cdrmix.config.plugin import PluginConfig, is_plugin
+from cdrmix.config.plugin import NamesPlugins, PluginConfig, is_plugin
 from cdrmix.config.problems import Problem, alternatives, shown, validate
 from cdrmix.config.section import Section
 from cdrmix.corpus.plugin_step import PluginStep
@@ -61,7 +61,7 @@ class ValidatorConfig(PluginStepConfig):
 class StepConfig(Section):
     """One step with its parameters."""
 
-    name: str = Field(description="Name of a step.")
+    name: Annotated[str, NamesPlugins()] = Field(description="Name of a step, or a class of yours.")
     domains: tuple[str, ...] | None = Field(
         None, description="Domains whose documents take this step; null: all of them."
     )

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,12 +102,20 @@ def plugin_digest(path: str) -> str | None:
     )
 
 
+def plugin_digests(paths: Collection[str]) -> dict[str, str | None]:
+    """Imports classes and returns `plugin_digest` of each by its path. Raises ConfigError if one
+    cannot be imported."""
+    for path in paths:
+        plugin_class(path, object, where="plug-in")
+    return {path: plugin_digest(path) for path in paths}
+
+
 def check_code(digests: Iterable[tuple[str, str | None]]) -> None:
     """Imports plug-ins and refuses those whose code is not that of the digests. Raises DataError,
     or ConfigError if one cannot be imported."""
-    for path, digest in digests:
-        plugin_class(path, object, where="plug-in")
-        if plugin_digest(path) != digest:
+    began_with = dict(digests)
+    for path, digest in plugin_digests(began_with).items():
+        if began_with[path] != digest:
             raise DataError(
                 f"{path}: its code has changed since the build began, or is another one here. "
                 "Start the build again: what was made with other code is made anew"

@@ -82,7 +82,8 @@ def test_a_wrong_answer_drops_nothing(
         save(saver, step, loss)
     drop_others(tmp_path, 4, 9, {1}, keep_best=True, retention=Rule(answer))
     assert steps(tmp_path) == [1, 2, 3, 4]
-    [warning] = [record.getMessage() for record in caplog.records]
+    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+    [warning] = [each.getMessage() for each in warnings]
     assert message in warning and warning.endswith("nothing is dropped")
     right = Rule(lambda each: [3])  # control
     drop_others(tmp_path, 4, 9, {1}, keep_best=True, retention=right)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix.config.plugin import plugins_of
 from cdrmix.corpus.build import build_dataset
-from cdrmix.corpus.recipe import load_recipe, plugin_digests, recipe_yaml
+from cdrmix.corpus.recipe import load_recipe, recipe_yaml
 from cdrmix.corpus.remote_jobs import pack_job
 from cdrmix.corpus.task_run import TaskJob, read_record, run_task
 from cdrmix.corpus.tasks import make_tasks
 from cdrmix.errors import ConfigError, DataError
-from cdrmix.hooks.plugin import check_code
+from cdrmix.hooks.plugin import check_code, plugin_digests
 from tests.harness import ROOT
 
 CODE = """
@@ -243,10 +244,10 @@ def test_a_folder_of_plugins_takes_the_place_of_the_one_before(folder: Path) -> 
 
 
 def test_code_that_changes_during_a_build_is_refused(folder: Path) -> None:
-    code = tuple(plugin_digests(load_recipe(recipe(folder))).items())
+    code = tuple(plugin_digests(plugins_of(load_recipe(recipe(folder)))).items())
     check_code(code)
     (folder / "plugins" / "cdrmix_words.py").write_text("# changed\n" + HELPER)
-    with pytest.raises(DataError, match="cdrmix_poems:Words: its code has changed since the build"):
+    with pytest.raises(DataError, match="cdrmix_poems:Poems: its code has changed since the build"):
         check_code(code)
 
 
@@ -256,7 +257,14 @@ def test_a_job_on_another_machine_finds_the_plugins(folder: Path) -> None:
     step = (0, loaded.steps[0])
     out = folder / "result" / "job"
     job = TaskJob(
-        task, None, None, (step,), None, out, False, tuple(plugin_digests(loaded).items())
+        task,
+        None,
+        None,
+        (step,),
+        None,
+        out,
+        False,
+        tuple(plugin_digests(plugins_of(loaded)).items()),
     )
     (folder / "packed").write_bytes(pack_job(run_task, job))
     code = "from cdrmix.corpus.remote_jobs import *; run_packed(open('../packed', 'rb').read())"
