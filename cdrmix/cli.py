@@ -33,6 +33,7 @@ from cdrmix.verbs.flags import (
     add_weights_flag,
     at_least,
 )
+from cdrmix.verbs.track_verb import add_track
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -315,6 +316,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_generate,
     add_evaluate,
     add_compare,
+    add_track,
     add_export,
     add_report,
 )

@@ -82,7 +82,9 @@ class PluginConfig(Section):
 
 def plugins_of(section: Section) -> list[str]:
     """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
-    found: list[str] = [section.use] if isinstance(section, PluginConfig) else []
+    found: list[str] = []
+    if isinstance(section, PluginConfig) and is_plugin(section.use):  # a tracker may be one of ours
+        found.append(section.use)
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         names_plugins = any(isinstance(mark, NamesPlugins) for mark in field.metadata)

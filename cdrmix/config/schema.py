@@ -22,6 +22,7 @@ from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfigs, NameOrPlugin, PluginConfig, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig, each_once
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant", "infinite")
 
@@ -346,9 +347,23 @@ class CheckpointConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """Interval of the log."""
+    """Interval of the log, and trackers, which get a copy of it."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    trackers: tuple[TrackerConfig, ...] | None = Field(None, strict=False)
+    """Trackers, which get a copy of metrics.jsonl, each by its name or as a section; []: none.
+    null: TensorBoard where it is installed."""
+    tracker_wait_seconds: float = Field(10.0, ge=0)
+    """Longest wait for trackers at the end of a stage (seconds); what they have not written by then
+    is told, and `cdrmix track` writes it."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(
+        cls, value: tuple[TrackerConfig, ...] | None
+    ) -> tuple[TrackerConfig, ...] | None:
+        return None if value is None else each_once(value)
 
 
 class LaunchConfig(Section):

@@ -46,6 +46,7 @@ from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.hooks.source import check_sources
 from cdrmix.planning.profile import check_legal
+from cdrmix.tracking.choice import check_trackers
 
 # A second's worth of reading: the weights of a small model, not those of a large one.
 _DIGESTED_BYTES = 2**28
@@ -75,8 +76,8 @@ def check_start(
         DataError: if the data set is missing, or does not fit model, mixture or sequence length;
             if the weights of a Hugging Face model, or tasks of a suite, are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A, a hook or rule of retention is missing, or the
-            folder of a Hugging Face model cannot be used.
+        ConfigError: if Stage B is given no Stage A, a hook or rule of retention is missing, the
+            folder of a Hugging Face model cannot be used, or a tracker is not installed.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
@@ -90,6 +91,12 @@ def check_start(
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
     found += _suite_problems(config)
+    with _noted(found):
+        check_trackers(
+            config.monitoring.trackers or (),
+            run_dir or Path("experiments"),
+            environment=config.launch.environment,
+        )
     with _noted(found):
         _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
