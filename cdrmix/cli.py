@@ -33,6 +33,7 @@ from cdrmix.verbs.flags import (
     add_weights_flag,
     at_least,
 )
+from cdrmix.verbs.plugins_verb import add_plugins
 from cdrmix.verbs.track_verb import add_track
 
 if TYPE_CHECKING:
@@ -319,6 +320,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_track,
     add_export,
     add_report,
+    add_plugins,
 )
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -80,20 +81,32 @@ class PluginConfig(Section):
     """Options of the class, which it checks itself."""
 
 
-def plugins_of(section: Section) -> list[str]:
-    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
-    found: list[str] = []
+class NamedPlugin(NamedTuple):
+    """Class of a user's, where a configuration or recipe names it."""
+
+    key: str  # dotted, with the number of an entry: hooks[0]
+    path: str  # package.module:Name
+
+
+def named_plugins(section: Section, key: str = "") -> Iterator[NamedPlugin]:
+    """Yields the classes of a user's that a section, or one inside of it, names."""
     if isinstance(section, PluginConfig) and is_plugin(section.use):  # a tracker may be one of ours
-        found.append(section.use)
+        yield NamedPlugin(key, section.use)
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         names_plugins = any(isinstance(mark, NamesPlugins) for mark in field.metadata)
-        for each in value if isinstance(value, tuple) else (value,):
+        inner = f"{key}.{name}".lstrip(".")
+        for number, each in enumerate(value if isinstance(value, tuple) else (value,)):
+            place = f"{inner}[{number}]" if isinstance(value, tuple) else inner
             if isinstance(each, Section):
-                found += plugins_of(each)
+                yield from named_plugins(each, place)
             elif names_plugins and isinstance(each, str) and is_plugin(each):
-                found.append(each)
-    return list(dict.fromkeys(found))
+                yield NamedPlugin(place, each)
+
+
+def plugins_of(section: Section) -> list[str]:
+    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
+    return list(dict.fromkeys(each.path for each in named_plugins(section)))
 
 
 class HookConfig(PluginConfig):
