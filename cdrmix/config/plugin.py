@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -26,6 +27,13 @@ PluginPath = Annotated[str, StringConstraints(pattern=rf"^{_PATH}$")]
 def is_plugin(name: str) -> bool:
     """True if a name is one of a user's class, package.module:Name, and none of ours."""
     return re.fullmatch(_PATH, name) is not None
+
+
+class HashableDict(dict[str, Any]):
+    """Mapping of JSON values in a section that is a key of caches."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
 
 
 class NamesPlugins:
