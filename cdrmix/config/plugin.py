@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +28,11 @@ PluginPath = Annotated[str, StringConstraints(pattern=rf"^{_PATH}$")]
 def is_plugin(name: str) -> bool:
     """True if a name is one of a user's class, package.module:Name, and none of ours."""
     return re.fullmatch(_PATH, name) is not None
+
+
+def label_of(name: str) -> str:
+    """Returns the name of a user's class without its module; a name of ours as it is."""
+    return name.partition(":")[2] or name
 
 
 class HashableDict(dict[str, Any]):
@@ -83,18 +89,32 @@ class PluginConfig(Section):
     """Options of the class, which it checks itself."""
 
 
-def plugins_of(section: Section) -> list[str]:
-    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
-    found: list[str] = [section.use] if isinstance(section, PluginConfig) else []
+class NamedPlugin(NamedTuple):
+    """Class of a user's, where a configuration or recipe names it."""
+
+    key: str  # dotted, with the number of an entry: hooks[0]
+    path: str  # package.module:Name
+
+
+def named_plugins(section: Section, key: str = "") -> Iterator[NamedPlugin]:
+    """Yields the classes of a user's that a section, or one inside of it, names."""
+    if isinstance(section, PluginConfig) and is_plugin(section.use):  # a tracker may be one of ours
+        yield NamedPlugin(key, section.use)
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         names_plugins = any(isinstance(mark, NamesPlugins) for mark in field.metadata)
-        for each in value if isinstance(value, tuple) else (value,):
+        inner = f"{key}.{name}".lstrip(".")
+        for number, each in enumerate(value if isinstance(value, tuple) else (value,)):
+            place = f"{inner}[{number}]" if isinstance(value, tuple) else inner
             if isinstance(each, Section):
-                found += plugins_of(each)
+                yield from named_plugins(each, place)
             elif names_plugins and isinstance(each, str) and is_plugin(each):
-                found.append(each)
-    return list(dict.fromkeys(found))
+                yield NamedPlugin(place, each)
+
+
+def plugins_of(section: Section) -> list[str]:
+    """Paths of all classes of a user's that a section, or one inside of it, names; each once."""
+    return list(dict.fromkeys(each.path for each in named_plugins(section)))
 
 
 class HookConfig(PluginConfig):

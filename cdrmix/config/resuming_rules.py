@@ -62,6 +62,7 @@ _MUON_STATES = Rule(
 # Of a key, else of the section around it.
 _RULES = {
     "name": _FREE,
+    "plugins": Rule("free", "the folder may move; the record of each start has the digests"),
     "model": REFUSED,
     "parallel": _FREE,
     "training": _ALTERS,

@@ -19,9 +19,10 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfigs, NameOrPlugin, is_plugin
+from cdrmix.config.plugin import HookConfigs, NameOrPlugin, PluginConfig, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig, each_once
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant", "infinite")
 
@@ -327,6 +328,9 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Keep the best checkpoint by evaluation.best_by besides the newest, which is the one with the
     lowest held-out loss unless set, of those whose step was evaluated."""
+    retention: PluginConfig | None = None
+    """Rule of yours for the checkpoints that stay, a Retention, in place of `keep`; the newest and,
+    with `keep_best`, the best stay in any case. null: `keep`."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
@@ -335,11 +339,31 @@ class CheckpointConfig(Section):
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
 
+    @model_validator(mode="after")
+    def _one_rule(self) -> CheckpointConfig:
+        if self.retention is not None and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError("keep and retention both say which checkpoints stay: give one of them")
+        return self
+
 
 class MonitoringConfig(Section):
-    """Interval of the log."""
+    """Interval of the log, and trackers, which get a copy of it."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    trackers: tuple[TrackerConfig, ...] | None = Field(None, strict=False)
+    """Trackers, which get a copy of metrics.jsonl, each by its name or as a section; []: none.
+    null: TensorBoard where it is installed."""
+    tracker_wait_seconds: float = Field(10.0, ge=0)
+    """Longest wait for trackers at the end of a stage (seconds); what they have not written by then
+    is told, and `cdrmix track` writes it."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(
+        cls, value: tuple[TrackerConfig, ...] | None
+    ) -> tuple[TrackerConfig, ...] | None:
+        return None if value is None else each_once(value)
 
 
 class LaunchConfig(Section):
@@ -399,6 +423,9 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
+    plugins: str | None = None
+    """Folder of Python files of yours, whose classes other keys name as module:Name; null:
+    `plugins` beside this file, where there is one."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None

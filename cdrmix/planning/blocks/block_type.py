@@ -170,7 +170,7 @@ def _made(name: str, options: str) -> BlockType:
     if name not in BLOCK_TYPES:
         plugin = PluginConfig(use=name, options=json.loads(options))
         keys = ("mixers", f"mixer_options.{name}")
-        return make_plugin(plugin, BlockType, where="model", keys=keys)  # type: ignore[type-abstract]
+        return make_plugin(plugin, BlockType, where="model", keys=keys)
     found = _found(BLOCK_TYPES[name])
     assert issubclass(found, BlockType), f"{BLOCK_TYPES[name]} is no block type"
     made: BlockType = found()

@@ -14,6 +14,7 @@ from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdow
 from cdrmix.config.resuming_rules import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig
 from cdrmix.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -39,6 +40,7 @@ NEEDS = {
     "optimizer.options": ["optimizer.kind=my_optimizers:Lion"],
     "model.mixer_options": ["model.mixers=[my_blocks:RunningMean*4]", "stage_b=null"],
     "stage_b.run": ["training.stage=b"],
+    "checkpoint.retention.options": ["checkpoint.retention.use=my_rules:Weekly"],
     **{path: ["training.stage=a"] for path in ENTRIES if path.startswith("model.mtp")},
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
 }
@@ -47,6 +49,7 @@ _REQUIRED = {
     "evaluation.suites": "name: routing",
     "hooks": "use: my_hooks:Noise",
     "objectives.plugins": "use: my_losses:Confidence",
+    "monitoring.trackers": "use: wandb",
 }
 
 
@@ -63,6 +66,7 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
         "evaluation.suites[]": SuiteConfig,
         "hooks[]": HookConfig,
         "objectives.plugins[]": TermConfig,
+        "monitoring.trackers[]": TrackerConfig,
     }
     inner = {f"{path}.{key}" for path, section in lists.items() for key in section.model_fields}
     paths = {".".join(path) for path in field_paths(Config)}
