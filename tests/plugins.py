@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import TrainingConfig
@@ -30,6 +30,7 @@ class Window(BlockType):
     """Mean of the last tokens, between two matrices."""
 
     module = "tests.plugins:WindowMixer"
+    carries_state = True
     refused_axes = {"expert": "a test says so"}
 
     class Options(BaseModel):
@@ -47,6 +48,10 @@ class Window(BlockType):
         size = setting.element_bytes * setting.model.hidden_size
         return PerToken(size, size)
 
+    def span_state(self, setting: Setting) -> PerToken:
+        size = setting.element_bytes * setting.model.hidden_size
+        return PerToken(0, (self.options.tokens - 1) * size)
+
 
 class WholeWindow(Window):
     """One that does not say where it is cut."""
@@ -58,8 +63,18 @@ class WholeWindow(Window):
             yield each._replace(cut=None)
 
 
+@dataclass
+class Values:
+    """Values of the last tokens but one, [B, tokens - 1, D]."""
+
+    last: Tensor
+
+
 class WindowMixer(Mixer):
     """Torch half."""
+
+    carries_state = True
+    state_type = Values
 
     def __init__(self, width: int, tokens: int) -> None:
         super().__init__()
@@ -72,10 +87,13 @@ class WindowMixer(Mixer):
         return cls(config.hidden_size, layer_type(config, layer).options.tokens)
 
     def forward(
-        self, x: Tensor, state: Any = None, segment_ids: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        values = F.pad(self.value(x), (0, 0, self.tokens - 1, 0))
-        return self.output(values.unfold(1, self.tokens, 1).mean(-1)), None
+        self, x: Tensor, state: Values | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Values]:
+        values = self.value(x)
+        past = values.new_zeros(len(x), self.tokens - 1, values.shape[-1])
+        values = torch.cat([past if state is None else state.last, values], dim=1)
+        after = Values(values[:, values.shape[1] - self.tokens + 1 :])
+        return self.output(values.unfold(1, self.tokens, 1).mean(-1)), after
 
     def initialize(self, *, seed: int, name: str, std: float) -> None:
         normal_(self.value.weight, std, seed=seed, name=f"{name}.value")

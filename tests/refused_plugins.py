@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import TrainingConfig
 from cdrmix.planning.blocks.block_type import BlockType
 from cdrmix.planning.parameter import Parameter
 from cdrmix.planning.plugins import OptimizerType, Schedule
-from tests.plugins import WholeWindow
+from tests.plugins import Values, WholeWindow, Window, WindowMixer
 
 
 class Uncounted(BlockType):
@@ -44,6 +45,29 @@ class Renamed(WholeWindow):
     def parameters(self, model: ModelConfig, layer: int) -> Iterator[Parameter]:
         for each in super().parameters(model, layer):
             yield each._replace(name=each.name.replace("value", "key"))
+
+
+class _Blind(WindowMixer):
+    def forward(
+        self, x: Tensor, state: Values | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Values]:
+        return super().forward(x)
+
+
+class _Foreseeing(WindowMixer):
+    def forward(
+        self, x: Tensor, state: Values | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Values]:
+        out, after = super().forward(x.flip(1), state)
+        return out.flip(1), after
+
+
+class Stateless(Window):
+    module = "tests.refused_plugins:_Blind"
+
+
+class Foreseeing(Window):
+    module = "tests.refused_plugins:_Foreseeing"
 
 
 class Sinks(Schedule):

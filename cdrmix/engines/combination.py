@@ -108,7 +108,8 @@ def describe_objectives(config: Config, corpus: Corpus) -> None:
     """Log the objectives of a run, and warn of those that its training data have no tokens of."""
     if config.objectives is None:
         return
-    weights = config.objectives.model_dump(exclude_none=True)
+    weights = config.objectives.model_dump(exclude_none=True, exclude={"plugins"})
+    weights |= {each.label: each.weight for each in config.objectives.plugins}
     parts = ", ".join(f"{name} {weight}" for name, weight in weights.items())
     logger.info("objectives: %s", parts)
     shards = [shard for shard in corpus.manifest.shards if shard.split == "train"]

@@ -14,6 +14,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.models.backbone import Backbone
+from cdrmix.models.mixer_trial import try_mixers
 from cdrmix.optimizers.schedule import learning_rate
 from cdrmix.optimizers.users import users_optimizer
 from cdrmix.planning.cluster import processes
@@ -97,6 +98,23 @@ def test_a_module_unlike_its_block_type_is_not_built(name: str) -> None:
     check_plugins(given)  # planning cannot know
     with pytest.raises(ConfigError, match=rf"tests.refused_plugins:{name}"), torch.device("meta"):
         Backbone(given.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tests.refused_plugins:Stateless", "would write nonsense"),
+        ("tests.refused_plugins:Foreseeing", "sees later tokens"),
+        ("tests.plugins:Window", "mixes documents"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_or_decoded_is_refused(name: str, told: str) -> None:
+    model = config(f"model.mixers=['{name}*4']").model
+    with pytest.raises(ConfigError) as caught:
+        try_mixers(model, segments_documents=True)
+    assert told in str(caught.value) and name in str(caught.value)
+    if name == "tests.plugins:Window":  # as it is, with one document a sample
+        try_mixers(model, segments_documents=False)
 
 
 def test_a_schedule_tells_every_rate() -> None:
