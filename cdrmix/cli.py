@@ -34,6 +34,7 @@ from cdrmix.verbs.flags import (
     at_least,
 )
 from cdrmix.verbs.live_verbs import add_serve, add_watch
+from cdrmix.verbs.plugins_verb import add_plugins
 from cdrmix.verbs.track_verb import add_track
 
 if TYPE_CHECKING:
@@ -322,6 +323,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_serve,
     add_export,
     add_report,
+    add_plugins,
 )
 
 if __name__ == "__main__":

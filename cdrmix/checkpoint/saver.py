@@ -39,6 +39,7 @@ from cdrmix.checkpoint.held_out import (
     record_score,
 )
 from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.retention import Retention
 from cdrmix.errors import InfrastructureError, StateError, TrainingError
 from cdrmix.log import get_logger
 
@@ -137,6 +138,7 @@ class Saver:
         background: bool,
         pinned: int | None = None,
         keep_best: bool = False,
+        retention: Retention | None = None,
         saved: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
         """Collective.
@@ -149,6 +151,7 @@ class Saver:
             pinned: a step whose checkpoint is not dropped.
             keep_best: record scores beside the checkpoints, and keep the one with the best besides
                 the newest.
+            retention: a user's rule for those that stay, in place of `keep`.
             saved: called on every rank with step and folder once a checkpoint has its name, by
                 the thread that calls `advance` or `wait`.
         """
@@ -162,6 +165,7 @@ class Saver:
         self._keep = keep
         self._pinned = pinned
         self._keep_best = keep_best
+        self._retention = retention
         self._saved = saved
         # Another process of this run may still be writing: its temporary folders have other names.
         self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
@@ -393,9 +397,17 @@ class Saver:
             if manifest is not None:  # a replica may lack it
                 record_score(root, ScoredCheckpoint(step, manifest, score))
 
+    def _pinned_steps(self) -> frozenset[int]:
+        """Steps whose checkpoints are not dropped."""
+        return frozenset() if self._pinned is None else frozenset({self._pinned})
+
     def _drop_others(self, root: Path, step: int) -> None:
         try:
-            folder.drop_others(root, step, self._keep, self._pinned, keep_best=self._keep_best)
+            folder.drop_others(
+                *(root, step, self._keep, self._pinned_steps()),
+                keep_best=self._keep_best,
+                retention=self._retention,
+            )
         except (OSError, StateError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
 

@@ -57,10 +57,11 @@ def start_engine(
     # DeepSpeed, which has to learn of them here as of tensor parallelism.
     is_told = topology.degrees.model_ranks > 1 and not isinstance(model, Pipeline)
     made = optimizer(model, config.training) if optimizer else make_optimizer(model, config)
-    # The bf16 optimizer prints pages on memory, and Muon is an optimizer that DeepSpeed warns of.
+    # The bf16 optimizer prints pages on memory, and DeepSpeed warns of optimizers that it does not
+    # know, such as Muon.
     level = deepspeed.utils.logger.level
     with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
-        if isinstance(made, Muon):
+        if optimizer is None and config.optimizer.kind != "adamw":
             deepspeed.utils.logger.setLevel("ERROR")
             stack.callback(deepspeed.utils.logger.setLevel, level)
         engine, *_ = deepspeed.initialize(

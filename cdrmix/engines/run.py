@@ -12,9 +12,11 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import LOSS, Score
+from cdrmix.checkpoint.retention import configured_retention
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
@@ -284,10 +286,12 @@ def make_run(
     first_step: int = 0,
 ) -> Run[Batch, Result]:
     """Returns the run of a start, its stage at `first_step`, whose checkpoint is never dropped."""
+    checkpoint = start.config.checkpoint
     saver = Saver(
         start.directory.folders,
-        keep=start.config.checkpoint.keep,
-        keep_best=start.config.checkpoint.keep_best,
+        keep=checkpoint.keep,
+        keep_best=checkpoint.keep_best,
+        retention=runtime.together(lambda: configured_retention(checkpoint)),
         background=start.plan.saves_in_background,
         pinned=first_step or None,  # Stage A is built on none
         saved=start.hooks.saved,

@@ -292,15 +292,17 @@ class Pretraining(Stage[Batch, StepResult]):
         training = run.config.training
         routing = routing_sums(run.config.model, result.routing, run.topology)
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        own = [result.nats.reshape(1).double().cpu(), result.parts.double().cpu(), routing]
+        sums = (result.nats.reshape(1), result.parts, result.totals)
+        own = [*(each.double().cpu() for each in sums), routing]
         totals = runtime.all_reduce_sum(torch.cat(own).to(runtime.device())).tolist()
         nats = totals[0]
         end = 1 + len(own[1])
-        parts = totals[1:end]
+        parts, of_terms = totals[1:end], totals[end : end + len(own[2])]
+        end += len(own[2])
         half = len(parts) // 2
         metrics = {
             "loss": nats / result.combination.tokens,
-            **result.combination.metrics(parts[:half], parts[half:]),
+            **result.combination.metrics(parts[:half], parts[half:], of_terms),
             # Of the step that was taken: its own loss is judged after this.
             "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),

@@ -32,6 +32,7 @@ from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
+from cdrmix.models.mixer_trial import try_mixers
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
@@ -171,6 +172,8 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     if source is not None and runtime.rank() == 0:
         warn_of_rewarming(config, source)
     runtime.first_rank_does(lambda: describe_objectives(config, corpus))
+    segments = config.data.segment_documents
+    runtime.first_rank_does(lambda: try_mixers(config.model, segments_documents=segments))
     start.start_up.done("data")
     if config.training.micro_batch_size == "auto":
         # imported by runs that ask for it alone
