@@ -62,6 +62,8 @@ def test_classes_of_packages_are_listed_and_not_loaded(
 
 
 def test_the_list_needs_no_torch() -> None:
-    code = "import sys; from cdrmix import cli; cli.main(['plugins']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from cdrmix import cli; cli.main(['plugins']); print('torch' in sys.modules)"
+    )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
     assert output.splitlines()[-1] == b"False"
