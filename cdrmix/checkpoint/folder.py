@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
             # `publish` was killed between its two renames, or after them.
             final = replaced.with_suffix("")
             if final.exists():
-                _remove(replaced)
+                remove(replaced)
             else:
                 os.rename(replaced, final)
 
@@ -93,9 +93,18 @@ def write_share(
         entry = {"name": each.name, "kind": each.kind, "shape": list(each.shape)}
         entry["dtype"] = str(each.values.dtype).removeprefix("torch.")
         index.append({**entry, "fragment": fragment})
+    write_account(temporary, rank, files, index)
+
+
+def write_account(
+    temporary: Path, rank: int, files: dict[str, FileRecord], index: list[dict[str, Any]]
+) -> None:
+    """Writes the account of a rank's files, which are on the disk, with the entries of the index
+    for what they hold."""
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
-    write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
+    text = json.dumps({"files": files, "index": index})
+    write_text(temporary / f"rank-{rank:05d}.part", text)
 
 
 def _keys(fragments: list[Fragment]) -> dict[int, str]:
@@ -110,11 +119,14 @@ def _keys(fragments: list[Fragment]) -> dict[int, str]:
     return keys
 
 
-def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. `parts`
-    are the accounts of `write_share`, read before: they are deleted, and a repeated call needs
-    them."""
-    index = merge_entries(entry for part in parts for entry in part["index"])
+def complete(
+    temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int, is_whole: bool = True
+) -> None:
+    """Completes a checkpoint of the files of all ranks, or those of a host unless it `is_whole`:
+    writes index, state and manifest. `parts` are the accounts of `write_share`, read before: they
+    are deleted, and a repeated call needs them."""
+    entries = (entry for part in parts for entry in part["index"])
+    index = merge_entries(entries, is_whole=is_whole)
     files: dict[str, FileRecord] = {}
     for part in parts:
         files |= part["files"]
@@ -141,7 +153,7 @@ def publish(temporary: Path, step: int) -> None:
     # The new name is durable before the old checkpoint goes and before `latest` tells of it.
     sync(root)
     if replaced.exists():
-        _remove(replaced)
+        remove(replaced)
     # In one step: a reader finds the old text or the new one.
     temporary_latest = root / "latest.tmp"
     write_text(temporary_latest, f"{step}\n")
@@ -151,16 +163,21 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def drop_others(
-    root: Path, step: int, keep: int, pinned: int | None = None, *, keep_best: bool = False
+    root: Path,
+    step: int,
+    keep: int,
+    pinned: Collection[int] = (),
+    *,
+    keep_best: bool = False,
 ) -> None:
     """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
-    not that of step `pinned` if it is not newer, nor the best of the rest if `keep_best`."""
+    not those of steps `pinned` if they are not newer, nor the best of the rest if `keep_best`."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
-        _remove(folder)
-    rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
+        remove(folder)
+    rest = [folder for folder in folders[len(newer) :] if step_of(folder) not in pinned]
     # By their sizes. Damaged ones do not count, or they would push the last whole one out. An
     # unreadable one counts as damaged: one too many then stays.
     whole = []
@@ -172,10 +189,10 @@ def drop_others(
         best = best_checkpoint(root) if keep_best else None
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             if best is None or step_of(folder) != best.step:
-                _remove(folder)
+                remove(folder)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Removes a checkpoint; a kill in the middle leaves no half of it under its name."""
     # A name that `prepare` clears away, should the deletion below not come to its end.
     doomed = folder.with_name(f"{folder.name}.tmp-removed")

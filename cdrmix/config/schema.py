@@ -22,6 +22,7 @@ from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfigs
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
+from cdrmix.config.tiers import TiersConfig
 
 
 class MixturePhase(Section):
@@ -324,6 +325,8 @@ class CheckpointConfig(Section):
     replica: str | None = None
     """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
     disk besides shared storage. --resume auto takes the newest good one of both."""
+    tiers: TiersConfig | None = None
+    """Further places of checkpoints; null: the run directory and its replica alone."""
 
 
 class MonitoringConfig(Section):
