@@ -18,6 +18,7 @@ from cdrmix.checkpoint.host_saver import HostSaver
 from cdrmix.checkpoint.host_tiers import HostTier, check_own, host_tiers, ranks_of_host
 from cdrmix.checkpoint.joining import join_newest
 from cdrmix.checkpoint.tiers import TieredSaver
+from cdrmix.cluster.tier_leftovers import TIERS
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
 from cdrmix.config.tiers import ArchiveTierConfig
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from cdrmix.engines.run import Start
 
 logger = get_logger(__name__)
-# Folders of the tiers of hosts, by which `cdrmix doctor` finds them.
-TIERS = "tiers.json"
 
 
 def make_saver(start: Start, *, pinned: int | None) -> TieredSaver:

@@ -17,9 +17,11 @@ import pytest
 
 from cdrmix.checkpoint import folder, host_tiers, saver
 from cdrmix.checkpoint.files import damage
+from cdrmix.monitoring.metrics import deterministic_part
+from cdrmix.monitoring.sinks import read_metrics
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, run_ranks
-from tests.small_run import STEPS, arguments, before_step, overrides, start
+from tests.small_run import STEPS, arguments, before_step, overrides, refused, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -333,3 +335,28 @@ def test_parts_on_hosts_are_joined_and_a_lost_host_costs_the_steps_since_the_run
     assert "the hosts of 1 of 2 ranks have no part" in log
     assert f"resumed from {run_dir}/checkpoints/3" in log
     assert_equal_runs(run_dir, uninterrupted(2), steps=STEPS)
+
+
+def test_a_run_goes_on_from_the_url_of_an_archive_in_another_directory(
+    killed: Killed, uninterrupted: Callable[[int], Path], tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    words = ["--run-dir", str(new), "--resume", f"file://{killed.place}/archive/run"]
+    assert run_ranks(start, 1, [*killed.argv, *words]) == [0]
+    assert f"resumed from {new}/checkpoints/3" in (new / "train.log").read_text()
+    expected = {line["step"]: line for line in read_metrics(uninterrupted(1) / "metrics.jsonl")}
+    lines = read_metrics(new / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [4, 5, 6, 7, 8]
+    for line in lines:
+        assert deterministic_part(line) == deterministic_part(expected[line["step"]])
+    assert not list((killed.place / "memory").glob("cdrmix-new*"))
+
+
+def test_an_archive_that_cannot_be_written_ends_a_start_before_its_engine(
+    small_corpus: Path, tmp_path: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "archive").write_text("a file")
+    text = refused([*arguments(small_corpus, run_dir), *with_tiers(tmp_path)], capfd)
+    assert "checkpoint.tiers.archive: " in text
+    assert "cannot be written: Not a directory" in text
+    assert "optimizer:" not in text
