@@ -55,14 +55,12 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                 try:
                     copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
                 except UnreachableDataError as error:
-                    if (folder_known := _known_folder(cache, known)) is None:
+                    if (earlier := _folder_of(cache, known)) is None:
                         raise
-                    _check_room(read_manifest(folder_known), data, sequence_length)
-                    logger.warning(
-                        "warning: %s Going on with the copies in %s", error, folder_known
-                    )
-                    remember(folder_known, url, data.cache_bytes)
-                    return folder_known
+                    _check_room(read_manifest(earlier), data, sequence_length)
+                    logger.warning("warning: %s Going on with the copies in %s", error, earlier)
+                    remember(earlier, url, data.cache_bytes)
+                    return earlier
                 manifest = read_manifest(new)
                 _check_room(manifest, data, sequence_length)
                 tokenizer = manifest.tokenizer
@@ -86,7 +84,7 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
         raise DataError(f"data.cache_folder = {cache}: {problem}") from error
 
 
-def _known_folder(cache: Path, known: Path) -> Path | None:
+def _folder_of(cache: Path, known: Path) -> Path | None:
     """Folder in the cache that an earlier start has filled from a URL, if its manifest is whole."""
     with contextlib.suppress(OSError, DataError):
         folder = cache / Path(known.read_text(encoding="utf-8").strip()).name
