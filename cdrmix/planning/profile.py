@@ -313,7 +313,8 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Explains that no copy of a checkpoint fits, so that training waits for each save."""
-    copied = MemoryModel(config, cluster.device).estimate(plan, has_copy=True)
+    model = MemoryModel(config, cluster.device)
+    copied = model.estimate(plan, has_copy=True, has_memory_tier=False)
     used = copied.on_host * cluster.gpus_per_node
     limit = f"{cluster.host_memory_gib:,g} GiB a host"
     if cluster.device == "cpu":

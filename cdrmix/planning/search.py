@@ -78,6 +78,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 if plan.fits
                 else memory.of_device(cluster),  # among those that do not fit, the smallest
                 not plan.saves_in_background,  # there is room for a copy to write from
+                not plan.has_memory_tier,
                 not is_usual,
                 # the speed of a host's optimizer is assumed, so offloading is a last resort
                 layout.offloads_optimizer,

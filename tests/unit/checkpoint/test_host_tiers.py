@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from cdrmix.checkpoint import host_saver
+from cdrmix.checkpoint import folder, host_saver
 from cdrmix.checkpoint.files import damage
 from cdrmix.checkpoint.host_saver import HostSaver
 from cdrmix.checkpoint.host_tiers import HostTier, host_tiers
@@ -25,10 +28,10 @@ def tiers_in(place: Path, keep: int = 1) -> tuple[HostTier, ...]:
     return host_tiers(config, place / "run")
 
 
-def saver_in(place: Path, keep: int = 1) -> TieredSaver:
-    hosts = HostSaver(tiers_in(place, keep), place / "run", background=False)
+def saver_in(place: Path, keep: int = 1, *, background: bool = False) -> TieredSaver:
+    hosts = HostSaver(tiers_in(place, keep), place / "run", background=background)
     roots = [place / "run" / "checkpoints"]
-    return TieredSaver(roots, hosts=hosts, uploads=None, keep=2, background=False)
+    return TieredSaver(roots, hosts=hosts, uploads=None, keep=2, background=background)
 
 
 def save(saver: TieredSaver, step: int, *, on_hosts: bool = False) -> None:
@@ -54,6 +57,43 @@ def test_a_hosts_tier_has_its_own_saves_and_those_of_the_run_directory(tmp_path:
     assert len({(each / "manifest.json").read_text() for each in manifests}) == 1
     saver.end()
     assert not tier.folder.exists()
+
+
+def test_saves_to_memory_go_on_while_the_run_directory_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_in(tmp_path, background=True)
+    is_slow = threading.Event()
+    original = folder.write_share
+
+    def write_share(temporary: Path, *args: Any) -> None:
+        assert temporary.parent.name != "checkpoints" or is_slow.wait(60)
+        original(temporary, *args)
+
+    monkeypatch.setattr(folder, "write_share", write_share)
+    (tier,) = tiers_in(tmp_path)
+    weights = torch.full((1000,), 1.0)
+    for step, begin in ((1, saver.start), (2, saver.start_in_host_tiers)):
+        begin(step, [whole("w", weights.fill_(step))], state={}, rank_state={})
+        saver.wait_for_copy()
+        weights.fill_(-1.0)  # training goes on
+        while not (tier.folder / str(step) / "manifest.json").exists():
+            saver.advance(saver.votes())
+        while saver.votes()[2]:  # the tier's save is at work
+            saver.advance(saver.votes())
+        saver.advance(saver.votes())
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]"))
+    saver.start_in_host_tiers(3, [whole("w", weights)], state={}, rank_state={})
+    saver.start_in_host_tiers(4, [whole("w", weights)], state={}, rank_state={})
+    assert saver.tiers()["left_out"] == 1, "the save of step 3 is not waited for"
+    is_slow.set()
+    saver.wait()
+    saver.close()
+    values = {
+        path.name: load_file(path / "rank-00000.safetensors")["param/w"].unique().tolist()
+        for path in (tmp_path / "run/checkpoints/1", tier.folder / "3")
+    }
+    assert values == {"1": [1.0], "3": [-1.0]}
 
 
 def test_a_memory_without_room_is_told_and_left_alone(
