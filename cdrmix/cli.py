@@ -33,6 +33,8 @@ from cdrmix.verbs.flags import (
     add_weights_flag,
     at_least,
 )
+from cdrmix.verbs.plugins_verb import add_plugins
+from cdrmix.verbs.track_verb import add_track
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -315,8 +317,10 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_generate,
     add_evaluate,
     add_compare,
+    add_track,
     add_export,
     add_report,
+    add_plugins,
 )
 
 if __name__ == "__main__":

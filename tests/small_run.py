@@ -27,6 +27,7 @@ SMALL = (
     "evaluation.sample_tokens=4",
     "evaluation.baselines=false",
     "monitoring.log_every_steps=1",
+    "monitoring.trackers=[]",
 )
 
 

@@ -25,6 +25,7 @@ from cdrmix.checkpoint.files import (
 )
 from cdrmix.checkpoint.fragments import Fragment, merge_entries
 from cdrmix.checkpoint.held_out import best_checkpoint
+from cdrmix.checkpoint.retention import Retention, steps_to_drop, stored_checkpoints
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
@@ -169,15 +170,17 @@ def drop_others(
     pinned: Collection[int] = (),
     *,
     keep_best: bool = False,
+    retention: Retention | None = None,
 ) -> None:
-    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
-    not those of steps `pinned` if they are not newer, nor the best of the rest if `keep_best`."""
+    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, or
+    of the whole ones those that `retention` says, but not those of steps `pinned` if they are not
+    newer, nor the best of the rest if `keep_best`."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         remove(folder)
-    rest = [folder for folder in folders[len(newer) :] if step_of(folder) not in pinned]
+    rest = folders[len(newer) :]
     # By their sizes. Damaged ones do not count, or they would push the last whole one out. An
     # unreadable one counts as damaged: one too many then stays.
     whole = []
@@ -185,6 +188,18 @@ def drop_others(
         with contextlib.suppress(InfrastructureError):
             if not damage(folder, with_digests=False):
                 whole.append(folder)
+    if retention is not None:
+        stored = stored_checkpoints(root, whole, pinned=pinned, keep_best=keep_best)
+        dropped = steps_to_drop(retention, stored)
+        kept = {each.step for each in stored if each.step not in dropped}.union(pinned)
+        for folder in rest:
+            # Damaged ones, of which the rule is not told, go with the older of the others.
+            is_older = bool(dropped) and step_of(folder) < min(kept)
+            if step_of(folder) in dropped or is_older:
+                remove(folder)
+        return
+    rest = [folder for folder in rest if step_of(folder) not in pinned]
+    whole = [folder for folder in whole if step_of(folder) not in pinned]
     if len(whole) >= keep:
         best = best_checkpoint(root) if keep_best else None
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:

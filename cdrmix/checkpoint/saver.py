@@ -46,6 +46,7 @@ from cdrmix.checkpoint.held_out import (
     record_score,
 )
 from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.retention import Retention
 from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
@@ -112,6 +113,7 @@ class Saver:
         ranks: Sequence[int] | None = None,
         pinned: int | None = None,
         keep_best: bool = False,
+        retention: Retention | None = None,
         saved: Callable[[int, Path], None] = lambda *_: None,
     ) -> None:
         """Collective.
@@ -127,6 +129,7 @@ class Saver:
             pinned: a step whose checkpoint is not dropped.
             keep_best: record scores beside the checkpoints, and keep the one with the best besides
                 the newest.
+            retention: a user's rule for those that stay, in place of `keep`.
             saved: called on every rank with step and folder once a checkpoint has its name, by
                 the thread that calls `advance` or `wait`.
         """
@@ -142,6 +145,7 @@ class Saver:
         self._keep = dict(zip(self._roots, keeps, strict=True))
         self._pinned = pinned
         self._keep_best = keep_best
+        self._retention = retention
         self._saved = saved
         # Another process of this run may still be writing: its temporary folders have other names.
         own = uuid4().hex[:8], self._number_in_roots() if self._is_first else 0
@@ -429,7 +433,9 @@ class Saver:
     def _drop_others(self, root: Path, step: int) -> None:
         try:
             folder.drop_others(
-                *(root, step, self._keep[root], self._pinned_steps()), keep_best=self._keep_best
+                *(root, step, self._keep[root], self._pinned_steps()),
+                keep_best=self._keep_best,
+                retention=self._retention,
             )
         except (OSError, StateError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from cdrmix.cluster.handover import TRAIN
-from cdrmix.config.redaction import REDACTED, redacted_text
+from cdrmix.config.redaction import REDACTED, SECRET_NAMES, redacted_text
 
 STARTS_FOLDER = "starts"
 BATCH_SCRIPT = "job.sbatch"  # of `cdrmix slurm`
@@ -27,6 +27,8 @@ _NAME = re.compile(r"\d{4,}\.json")
 _SECRET = re.compile(
     r"^((?:--s(?:et?)?=)?\s*launch\s*(?:\.\s*environment\s*(?:\.[^=]*)?)?)=.*", re.S
 )
+# Options of a class of a user's, with a name in them that is one of a secret: --set 'hooks=[...]'.
+_OPTIONS = re.compile(rf"^([\w.=\s-]*?)=(?=.*options.*(?:{SECRET_NAMES})).*", re.S | re.I)
 # Of a command that begins a run; the run directory holds what they said.
 _BEGINS = ("--config", "--set", "--max-steps", "--run-dir", "--resume")
 
@@ -140,8 +142,10 @@ def _shortened(words: Sequence[str]) -> list[str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Words of a command with the values of variables left out, and credentials of URLs."""
-    return [redacted_text(_SECRET.sub(rf"\1={REDACTED}", word)) for word in words]
+    """Words of a command with the values of variables left out, options with secrets, and
+    credentials of URLs."""
+    safe = [_SECRET.sub(rf"\1={REDACTED}", word) for word in words]
+    return [redacted_text(_OPTIONS.sub(rf"\1={REDACTED}", word)) for word in safe]
 
 
 def command_to_go_on(words: Sequence[str], run_dir: Path) -> str:

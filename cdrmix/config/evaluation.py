@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from cdrmix.config.plugin import NameOrPlugin, label_of
 from cdrmix.config.section import Section
 
-SuiteName = Literal["perplexity", "zero-shot", "code", "infill", "reasoning", "routing"]
+SUITE_NAMES = ("perplexity", "zero-shot", "code", "infill", "reasoning", "routing")
+# One of these, or package.module:Name of a user's suite.
+SuiteName = Annotated[str, NameOrPlugin(SUITE_NAMES)]
 
 
 class SuiteConfig(Section):
     """One suite of evaluations during training."""
 
     name: SuiteName
-    """Name of the suite, each once in the list."""
+    """Name of the suite, or class of one of yours, each once in the list."""
     every_steps: int | None = Field(None, ge=1)
     """Optimizer steps between its evaluations; null: at the end of the run alone."""
     tasks: str | None = None
@@ -25,6 +28,11 @@ class SuiteConfig(Section):
     seed: int = Field(0, ge=0, description="Of what it draws; apart from training.seed.")
     options: dict[str, str | int | float] = {}
     """Options of the suite, such as `samples: 5` of code: those of `cdrmix evaluate --option`."""
+
+    @property
+    def label(self) -> str:
+        """Name in results and metrics, and in evaluation.best_by."""
+        return label_of(self.name)
 
 
 class EvaluationConfig(Section):
@@ -70,7 +78,7 @@ class EvaluationConfig(Section):
     @field_validator("suites")
     @classmethod
     def _each_once(cls, value: tuple[SuiteConfig, ...]) -> tuple[SuiteConfig, ...]:
-        names = [each.name for each in value]
+        names = [each.label for each in value]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)}: named twice. Name each suite once")
         return value

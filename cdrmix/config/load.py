@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from cdrmix.config.cpt import SELF
 from cdrmix.config.model import DERIVED_MODEL_FIELDS
+from cdrmix.config.plugin_folder import with_plugin_folder, with_used_plugins
 from cdrmix.config.problems import (
     Keys,
     alternatives,
@@ -53,16 +54,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file are created; `model.moe=null` removes one. Raises ConfigError with every problem of file
     and overrides, one to a line."""
     path = Path(path)
-    return resolve(parse_yaml(read_config_text(path), place=str(path)), overrides, place=str(path))
+    values = parse_yaml(read_config_text(path), place=str(path))
+    return resolve(with_plugin_folder(values, path), overrides, place=str(path), trusted=True)
 
 
-def resolve(values: Any, overrides: Sequence[str] = (), *, place: str) -> Config:
-    """Applies overrides to the plain values of `place`, a file or other origin. Raises ConfigError
-    as `load_config` does."""
+def resolve(
+    values: Any, overrides: Sequence[str] = (), *, place: str, trusted: bool = False
+) -> Config:
+    """Applies overrides to the plain values of `place`, a file or other origin. Where these are
+    `trusted`, the modules of their folder of plug-ins become importable; a checkpoint may be of
+    anyone. Raises ConfigError as `load_config` does."""
     origins: dict[Keys, str] = {}
     for override in overrides:
         values = _overridden(values, override, origins)
-    config, problems = validate(values, Config)
+    config, problems = validate(with_used_plugins(values) if trusted else values, Config)
     if config is not None:
         return config
     lines = []

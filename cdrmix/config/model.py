@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -20,6 +20,7 @@ from cdrmix.config.model_parts import (
     MtpConfig,
     RoutingMambaConfig,
 )
+from cdrmix.config.plugin import NamesPlugins, is_plugin
 from cdrmix.config.section import Section
 
 # Block types by the name that a schedule gives them, MODULE:CLASS: the one registration of a type.
@@ -46,6 +47,7 @@ _SCHEDULE_KEYS = ("schedule", "transformer_fraction")
 _RWKX_KEYS = (
     *_SCHEDULE_KEYS,
     "mixers",
+    "mixer_options",
     "mamba",
     "routing_mamba",
     "ffn_activation",
@@ -55,7 +57,7 @@ _RWKX_KEYS = (
     "mtp",
 )
 # An entry of `mixers`: NAME, or NAME*N for N layers.
-_MIXER_ENTRY = re.compile(r"(\w+)(?:\*([1-9]\d{0,3}))?")
+_MIXER_ENTRY = re.compile(r"([\w.:]+)(?:\*([1-9]\d{0,3}))?")
 
 
 class LowRankSizes(NamedTuple):
@@ -101,9 +103,14 @@ class ModelConfig(Section):
     transformer_fraction)-th."""
     transformer_fraction: float = Field(0.25, ge=0, le=1)
     """Share of blocks that are Transformer blocks (ratio)."""
-    mixers: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
+    mixers: Annotated[tuple[str, ...] | None, NamesPlugins()] = Field(
+        None, min_length=1, strict=False
+    )
     """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
-    transformer, mamba or routing_mamba; NAME*N stands for N layers. null: by the schedule."""
+    transformer, mamba, routing_mamba, or package.module:Name of yours; NAME*N stands for N layers.
+    null: by the schedule."""
+    mixer_options: dict[str, dict[str, Any]] = {}
+    """Options of block types of yours, by the name that mixers gives each; they check them."""
     ffn_hidden_size: int = Field(ge=1)
     """Inner width of a dense feed-forward, of layers without experts (features); top_k *
     expert_hidden_size, or 4 * hidden_size without experts, when left out."""
@@ -177,11 +184,11 @@ class ModelConfig(Section):
         for entry in value:
             match = _MIXER_ENTRY.fullmatch(entry)
             name = match[1] if match else entry
-            if match is None or name not in BLOCK_TYPES:
+            if match is None or not (name in BLOCK_TYPES or is_plugin(name)):
                 (near,) = difflib.get_close_matches(name, BLOCK_TYPES, n=1, cutoff=0)
                 raise ValueError(
                     f"{entry!r}: give a block type, or a type and a number of layers as in "
-                    f"'{near}*3'. Known: {', '.join(BLOCK_TYPES)}"
+                    f"'{near}*3'. Known: {', '.join(BLOCK_TYPES)}, or package.module:Name"
                 )
             expanded += [name] * int(match[2] or 1)
         return expanded
@@ -228,6 +235,13 @@ class ModelConfig(Section):
                         "Leave one of them out"
                     )
         kinds = set(self.layer_kinds())
+        for name in self.mixer_options:
+            if name not in kinds or not is_plugin(name):
+                yours = ", ".join(filter(is_plugin, sorted(kinds))) or "none"
+                raise ValueError(
+                    f"mixer_options has {name!r}, which is no block type of yours in mixers. There "
+                    f"are: {yours}"
+                )
         for key, users in _USERS_OF_SECTIONS.items():
             if getattr(self, key) is not None and kinds.isdisjoint(users):
                 raise ValueError(
@@ -259,6 +273,7 @@ class ModelConfig(Section):
                 "schedule": "interleave-x",
                 "transformer_fraction": 1.0,
                 "mixers": None,
+                "mixer_options": {},
                 **dict.fromkeys(("mamba", "routing_mamba", "moe", "mod", "mtp")),
             }
         )

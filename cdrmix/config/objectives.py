@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field, model_validator
 
 from cdrmix.config.model_parts import MtpConfig
+from cdrmix.config.plugin import PluginConfig
 from cdrmix.config.section import Section
 
 # Of documents of the data, in the order in which they are told; each is a key below.
 OF_TOKENS = ("text", "fim", "prompt", "thought", "answer")
+
+
+# Names of other parts of the loss in metrics, beside those of further tokens.
+_TAKEN = re.compile(r"text|fim|fim_middle|prompt|thought|answer|mtp_\d+")
+
+
+class TermConfig(PluginConfig):
+    """Term of the loss of yours."""
+
+    weight: float = Field(1.0, ge=0, description="Factor on its mean in the loss (ratio).")
+    name: str | None = Field(None, pattern=r"^[\w.-]{1,100}$")
+    """Name in metrics, as objective/NAME/loss; null: that of the class."""
+
+    @property
+    def label(self) -> str:
+        """Name given, or else that of the class."""
+        return self.name or self.use.partition(":")[2]
 
 
 class ObjectivesConfig(Section):
@@ -36,6 +56,20 @@ class ObjectivesConfig(Section):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the mean squared logarithm of the softmax's denominator, over tokens by their
     weights above (ratio), such as 1e-4; 0: none."""
+
+    plugins: tuple[TermConfig, ...] = Field((), strict=False)
+    """Terms of yours, each a mean over what it counts in the global batch."""
+
+    @model_validator(mode="after")
+    def _terms_have_names(self) -> ObjectivesConfig:
+        names = [term.label for term in self.plugins]
+        for name in names:
+            if names.count(name) > 1 or _TAKEN.fullmatch(name):
+                raise ValueError(
+                    f"several parts of the loss are called {name}: give the one in plugins another "
+                    "`name`"
+                )
+        return self
 
     @model_validator(mode="after")
     def _something_is_learned(self) -> ObjectivesConfig:

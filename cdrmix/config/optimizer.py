@@ -1,11 +1,12 @@
-"""The `optimizer` section: AdamW, or Muon for matrices with AdamW for the rest."""
+"""The `optimizer` section: AdamW, Muon for matrices with AdamW for the rest, or a user's own."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from cdrmix.config.plugin import NameOrPlugin, is_plugin
 from cdrmix.config.section import Section
 
 
@@ -14,9 +15,11 @@ class OptimizerConfig(Section):
     `training`; with Muon they are those of the parameters that are no hidden matrices. weight_decay
     is that of both. Stage B has an AdamW of its own."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Annotated[str, NameOrPlugin(("adamw", "muon"))] = "adamw"
     """muon: hidden matrices by orthogonalised momentum, all other parameters by AdamW. The keys
-    below are muon's, and without effect otherwise."""
+    below options are muon's, and without effect otherwise."""
+    options: dict[str, Any] = {}
+    """Options of an optimizer of yours, which it checks itself."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate of the matrices under muon (per step); null: training.learning_rate."""
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's decay of the momentum (ratio).")
@@ -44,3 +47,12 @@ class OptimizerConfig(Section):
     tensor: Literal["refuse", "blockwise"] = "refuse"
     """With tensor ranks: refuse Muon, or orthogonalise each rank's part by itself, which is another
     algorithm."""
+
+    @model_validator(mode="after")
+    def _options_have_an_owner(self) -> OptimizerConfig:
+        if self.options and not is_plugin(self.kind):
+            raise ValueError(
+                f"options are for an optimizer of yours, and kind = {self.kind} has none. Leave "
+                "them out"
+            )
+        return self

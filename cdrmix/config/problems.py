@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from cdrmix.config.common_names import COMMON_NAMES
 from cdrmix.config.model import DERIVED_MODEL_FIELDS
+from cdrmix.config.plugin import NameOrPlugin
 from cdrmix.config.schema import Config
 from cdrmix.config.section import Section
 
@@ -218,6 +219,8 @@ def item_of(annotation: Any) -> Any:
 def allowed(field: FieldInfo) -> str:
     """Describes the allowed values of a field: kind, bounds, null."""
     all_kinds = alternatives(field.annotation)
+    if names := [each for each in field.metadata if isinstance(each, NameOrPlugin)]:
+        return names[0].allowed
     kinds = [kind for kind in all_kinds if kind is not NoneType]
     if all(isinstance(kind, str | int) for kind in kinds):
         text = f"one of {', '.join(str(kind) for kind in kinds)}"

@@ -8,6 +8,8 @@ from typing import Any
 REDACTED = "<redacted>"
 # Up to the last @ before the path, because a password may contain one.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
+# Names of secrets among the options of a class of a user's: api_key, authToken, PASSWORD.
+SECRET_NAMES = "key|token|secret|passw|credential"
 
 
 def redacted_text(text: str) -> str:
@@ -16,8 +18,8 @@ def redacted_text(text: str) -> str:
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """Removes credentials from a dumped configuration, and all values of `launch.environment`: only
-    the user knows which of them are secret."""
+    """Removes credentials from a dumped configuration, all values of `launch.environment`, of which
+    only the user knows which are secret, and texts among options whose names say that they are."""
     public: dict[str, Any] = _without_credentials(values)
     launch = public.get("launch")
     if isinstance(launch, dict) and isinstance(launch.get("environment"), dict):
@@ -29,7 +31,22 @@ def _without_credentials(value: Any) -> Any:
     if isinstance(value, str):
         return redacted_text(value)
     if isinstance(value, dict):
-        return {key: _without_credentials(each) for key, each in value.items()}
+        made = {key: _without_credentials(each) for key, each in value.items()}
+        if "use" in made and isinstance(made.get("options"), dict):
+            made["options"] = _without_secrets(made["options"])
+        return made
     if isinstance(value, list | tuple):
         return type(value)(_without_credentials(each) for each in value)
     return value
+
+
+def _without_secrets(options: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, dict):
+            made[key] = _without_secrets(value)
+        elif isinstance(value, str) and re.search(SECRET_NAMES, str(key), re.IGNORECASE):
+            made[key] = REDACTED
+        else:
+            made[key] = value
+    return made

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import DERIVED_MODEL_FIELDS
+from cdrmix.config.plugin import NameOrPlugin
 from cdrmix.config.problems import alternatives, bounds, item_of, nearest_paths, section_of
 from cdrmix.config.resuming_rules import when_resumed
 from cdrmix.config.schema import Config
@@ -38,6 +39,7 @@ _EXAMPLES: dict[str, Any] = {
     "model.lora.alpha": 32.0,
     "model.lora.target_modules": ["q_proj", "v_proj"],
     "model.remote_code": ["0" * 64],
+    "model.mixer_options": {"my_blocks:RunningMean": {"heads": 4}},
     "stage_b": None,
     "parallel.data": 8,
     "parallel.expert": 8,
@@ -47,6 +49,10 @@ _EXAMPLES: dict[str, Any] = {
     "training.start_from": "experiments/first",
     "training.hold_learning_rate": 0.002,
     "training.settle_steps": 200,
+    "checkpoint.retention": {"use": "my_rules:Weekly"},
+    "checkpoint.retention.use": "my_rules:Weekly",
+    "checkpoint.retention.options": {"days": 7},
+    "training.schedule_options": {"period_steps": 1_000},
     "data.path": "/data/my-shards",
     "data.recipe": "python",
     "data.mixture": {"phases": [{"weights": {"code": 2, "prose": 1}}]},
@@ -60,6 +66,15 @@ _EXAMPLES: dict[str, Any] = {
     "hooks": [{"use": "my_hooks:GradientNoise"}],
     "hooks[].use": "my_hooks:GradientNoise",
     "hooks[].options": {"every_steps": 10},
+    "optimizer.options": {"momentum": 0.9},
+    "objectives.plugins": [{"use": "my_losses:Confidence"}],
+    "objectives.plugins[].use": "my_losses:Confidence",
+    "objectives.plugins[].options": {"margin": 0.1},
+    "objectives.plugins[].weight": 0.1,
+    "objectives.plugins[].name": "confidence",
+    "monitoring.trackers": ["tensorboard", {"use": "wandb", "options": {"mode": "online"}}],
+    "monitoring.trackers[].use": "mlflow",
+    "monitoring.trackers[].options": {"project": "rwkx"},
     "evaluation.suites": [{"name": "zero-shot", "tasks": "/data/tasks"}],
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,
@@ -221,7 +236,9 @@ def _kind(field: FieldInfo) -> tuple[str, str]:
     limits = bounds(field)
     words = [str(kind) for kind in kinds if isinstance(kind, str | int)]
     item = item_of(field.annotation)
-    if words:
+    if names := [each for each in field.metadata if isinstance(each, NameOrPlugin)]:
+        kind, limits = "choice", names[0].allowed.removeprefix("one of ")
+    elif words:
         kind, limits = "choice", ", ".join(words)
     elif item is not None:
         inner = alternatives(item)

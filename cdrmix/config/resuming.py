@@ -105,9 +105,9 @@ def config_of_start(
         kept = _completed(kept, given, takes_stage_b=asks_for_stage)
         # The layout goes with the machines of this start, not with the run.
         values = with_layout(kept, given_layout(given))
-    before = resolve(kept, place=str(own.place))
+    before = resolve(kept, place=str(own.place), trusted=True)
     try:
-        resolved = resolve(values, overrides, place=str(own.place))
+        resolved = resolve(values, overrides, place=str(own.place), trusted=True)
     except ConfigError:
         _refuse_model(before, overrides, own)
         raise
@@ -247,6 +247,8 @@ def _filled(values: Any, given: Any) -> Any:
     file has the same but for the secret."""
     if isinstance(values, dict) and isinstance(given, dict):
         return {key: _filled(value, given.get(key)) for key, value in values.items()}
+    if isinstance(values, list) and isinstance(given, list | tuple) and len(values) == len(given):
+        return [_filled(value, each) for value, each in zip(values, given, strict=True)]
     if isinstance(values, str) and REDACTED in values and isinstance(given, str):
         # all of a variable is left out, and of a URL user and password
         is_same = values in (REDACTED, redacted({"url": given})["url"])
@@ -255,13 +257,22 @@ def _filled(values: Any, given: Any) -> Any:
 
 
 def _refuse_redacted(config: Config, own: _Own) -> None:
-    """Raises ConfigError for a URL without its password. Variables of `launch.environment` come
-    from the environment, where a launcher needs them."""
+    """Raises ConfigError for a URL without its password, and options without their secrets.
+    Variables of `launch.environment` come from the environment, where a launcher needs them."""
     if REDACTED in config.data.path:
         raise ConfigError(
             f"data.path = {config.data.path}: {own.place} holds no passwords. Give --config with "
             "the file of the run's first start, or --set data.path=URL"
         )
+    classes = {"hooks": config.hooks, "monitoring.trackers": config.monitoring.trackers or ()}
+    for key, entries in classes.items():
+        for entry in entries:
+            if REDACTED in json.dumps(entry.options):
+                raise ConfigError(
+                    f"{key}, {entry.use}: {own.place} holds no secrets of its options. Give "
+                    "--config with the file of the run's first start, or have the class read them "
+                    "from the environment"
+                )
 
 
 def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:

@@ -62,6 +62,7 @@ _MUON_STATES = Rule(
 # Of a key, else of the section around it.
 _RULES = {
     "name": _FREE,
+    "plugins": Rule("free", "the folder may move; the record of each start has the digests"),
     "model": REFUSED,
     "parallel": _FREE,
     "training": _ALTERS,
@@ -115,7 +116,9 @@ _RULES = {
     "objectives": _ALTERS,
     "optimizer": _ALTERS,
     "optimizer.kind": Rule(
-        "alters", "refused in Stage A: AdamW's states are not Muon's", lambda r: r.stage == "a"
+        "alters",
+        "refused in Stage A: each optimizer keeps states of its own",
+        lambda r: r.stage == "a",
     ),
     "optimizer.experts": _MUON_STATES,
     "optimizer.low_rank": _MUON_STATES,

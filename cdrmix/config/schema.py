@@ -6,7 +6,7 @@ A class checks its own fields; `cdrmix.planning.rules` checks pairs across secti
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,10 +19,13 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfigs
+from cdrmix.config.plugin import HookConfigs, NameOrPlugin, PluginConfig, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 from cdrmix.config.tiers import TiersConfig
+from cdrmix.config.tracking import TrackerConfig, each_once
+
+SCHEDULES = ("cosine", "wsd", "linear", "constant", "infinite")
 
 
 class MixturePhase(Section):
@@ -220,10 +223,13 @@ class TrainingConfig(Section):
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
-    schedule: Literal["cosine", "wsd", "linear", "constant", "infinite"] = "cosine"
+    schedule: Annotated[str, NameOrPlugin(SCHEDULES)] = "cosine"
     """Learning rate after the warm-up. cosine, linear: falls to the minimum at the last step; wsd:
     stays at the peak and falls in the cooldown; constant: stays at the peak; infinite: falls to
-    hold_learning_rate within settle_steps, stays there and falls in the cooldown."""
+    hold_learning_rate within settle_steps, stays there and falls in the cooldown. A class of yours
+    tells the rate of every step, of the warm-up too."""
+    schedule_options: dict[str, Any] = {}
+    """Options of a schedule of yours, which it checks itself."""
     cooldown_fraction: float = Field(0.2, ge=0, le=1)
     """Last part of the run, in which wsd and infinite fall to the minimum (ratio of its steps)."""
     hold_learning_rate: float | None = Field(None, gt=0)
@@ -262,6 +268,11 @@ class TrainingConfig(Section):
         return self
 
     def _check_schedule(self) -> None:
+        if self.schedule_options and not is_plugin(self.schedule):
+            raise ValueError(
+                f"schedule_options are for a schedule of yours, and schedule = {self.schedule} has "
+                "none. Leave them out"
+            )
         only_infinite = {
             "hold_learning_rate": self.hold_learning_rate,
             "settle_steps": self.settle_steps,
@@ -318,6 +329,9 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Keep the best checkpoint by evaluation.best_by besides the newest, which is the one with the
     lowest held-out loss unless set, of those whose step was evaluated."""
+    retention: PluginConfig | None = None
+    """Rule of yours for the checkpoints that stay, a Retention, in place of `keep`; the newest and,
+    with `keep_best`, the best stay in any case. null: `keep`."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
@@ -328,11 +342,31 @@ class CheckpointConfig(Section):
     tiers: TiersConfig | None = None
     """Further places of checkpoints; null: the run directory and its replica alone."""
 
+    @model_validator(mode="after")
+    def _one_rule(self) -> CheckpointConfig:
+        if self.retention is not None and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError("keep and retention both say which checkpoints stay: give one of them")
+        return self
+
 
 class MonitoringConfig(Section):
-    """Interval of the log."""
+    """Interval of the log, and trackers, which get a copy of it."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    trackers: tuple[TrackerConfig, ...] | None = Field(None, strict=False)
+    """Trackers, which get a copy of metrics.jsonl, each by its name or as a section; []: none.
+    null: TensorBoard where it is installed."""
+    tracker_wait_seconds: float = Field(10.0, ge=0)
+    """Longest wait for trackers at the end of a stage (seconds); what they have not written by then
+    is told, and `cdrmix track` writes it."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(
+        cls, value: tuple[TrackerConfig, ...] | None
+    ) -> tuple[TrackerConfig, ...] | None:
+        return None if value is None else each_once(value)
 
 
 class LaunchConfig(Section):
@@ -392,6 +426,9 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
+    plugins: str | None = None
+    """Folder of Python files of yours, whose classes other keys name as module:Name; null:
+    `plugins` beside this file, where there is one."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None

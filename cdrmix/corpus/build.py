@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdrmix import __version__, log
+from cdrmix import log
 from cdrmix.config.load import config_hash
+from cdrmix.config.plugin import plugins_of
 from cdrmix.corpus.encode import (
     SPLITS,
     EncodeJob,
@@ -39,26 +40,18 @@ from cdrmix.corpus.outcome import (
     log_outcomes,
     source_outcomes,
 )
-from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
+from cdrmix.corpus.recipe import Recipe, load_recipe, passes
+from cdrmix.corpus.recipe_steps import identity, make_step
 from cdrmix.corpus.remote_jobs import Amounts, Engine, EngineName, Pool
-from cdrmix.corpus.source import (
-    SAVED_DATASET_FILES,
-    SourceFile,
-    SourceListing,
-    file_state,
-    find_files,
-    local_path,
-)
-from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
     Decision,
-    Task,
     TaskJob,
     leave_out_last,
     read_documents,
     read_record,
     run_task,
 )
+from cdrmix.corpus.tasks import content_key, make_tasks
 from cdrmix.data.document import draw_by_key
 from cdrmix.data.folders import locked, new_folder
 from cdrmix.data.shards import (
@@ -75,13 +68,9 @@ from cdrmix.data.shards import (
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.data.tokenizer_files import copy_tokenizer, file_digests
 from cdrmix.errors import DataError
+from cdrmix.hooks.plugin import plugin_digests
 
 DEFAULT_VOCAB_SIZE = 50_272
-# Enough tasks for many workers to share a small corpus, and no millions of them for a large one:
-# each is a folder on a shared file system.
-_WANTED_TASKS = 512
-_MIN_TASK_BYTES = 2**22
-_MAX_TASK_BYTES = 2**28
 _logger = log.get_logger(__name__)
 
 
@@ -164,66 +153,9 @@ def _engine_of(name: EngineName, max_tasks: int, folder: Path, sbatch: Mapping[s
     return Pool(max_tasks)
 
 
-def make_tasks(
-    recipe: Recipe, *, out: Path, task_bytes: int | None = None
-) -> tuple[list[Task], dict[str, SourceListing]]:
-    """Cuts all sources of a recipe into tasks.
-
-    Args:
-        out: folder of the build, which is no part of a source that it lies in.
-        task_bytes: files are grouped up to this size, and a larger one is a task by itself; None:
-            by the size of the corpus.
-    Returns:
-        The tasks in corpus order, and the listings of the local sources by name.
-    Raises:
-        DataError: if a source is missing or empty.
-    """
-    # Data sets on the hub have no listing: their files are not on this machine.
-    listings = {
-        source.name: find_files(source, leave_out=out)
-        for source in recipe.sources
-        if source.type != "huggingface"
-        or any((local_path(source) / name).is_file() for name in SAVED_DATASET_FILES)
-    }
-    if not task_bytes:
-        total = sum(file.state[0] for listing in listings.values() for file in listing.files)
-        # A power of two, so that a few more files leave most tasks, and their results, as they are.
-        power = (total // _WANTED_TASKS).bit_length()
-        task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
-    tasks: list[Task] = []
-    for source in recipe.sources:
-        # Permission to be empty changes no document, so giving it keeps the work that is done.
-        values = source.model_dump(exclude={"allow_empty"})
-        if source.name not in listings:
-            num_shards = count_shards(source)
-            # The files of a folder show a change of it; a data set on the hub has its revision.
-            folder = local_path(source)
-            paths = [path for path in folder.rglob("*") if path.is_file()]
-            states = sorted(
-                (path.relative_to(folder).as_posix(), *file_state(path)) for path in paths
-            )
-            for number in range(num_shards):
-                shard = (number, num_shards)
-                key = content_key(values, shard, states if folder.is_dir() else None)
-                tasks.append(Task(source, (), shard, key))
-            continue
-        groups: list[list[SourceFile]] = []
-        size = 0
-        for file in listings[source.name].files:
-            if not groups or size + file.state[0] > task_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(file)
-            size += file.state[0]
-        for files in groups:
-            state = [(file.name, file.kind, file.state) for file in files]
-            tasks.append(Task(source, tuple(files), None, content_key(values, state)))
-    return tasks, listings
-
-
 def task_amounts(jobs: Sequence[TaskJob]) -> Amounts | None:
     """Returns the bytes that each job reads; None if a stream, of unknown size, is among them."""
-    if any(job.before is None and job.task.shard is not None for job in jobs):
+    if any(job.before is None and not job.task.files for job in jobs):
         return None
     sizes = [
         sum(file.state[0] for file in job.task.files)
@@ -232,13 +164,6 @@ def task_amounts(jobs: Sequence[TaskJob]) -> Amounts | None:
         for job in jobs
     ]
     return Amounts("B", sizes)
-
-
-def content_key(*parts: Any) -> str:
-    """Returns a name for the result of plain values and this version of the package (hex)."""
-    # Another version may give another result for the same values.
-    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class _Build:
@@ -258,8 +183,9 @@ class _Build:
         self._key = content_key(
             config_hash(recipe),
             [task.key for task in self._tasks],
-            [identity(step) for step in recipe.steps],
+            [identity(step) for step in recipe.stages],
         )
+        self._code = tuple(plugin_digests(plugins_of(recipe)).items())
         # Reports of the steps over the corpus, by their number in the recipe.
         self._decisions: dict[int, Any] = {}
 
@@ -328,7 +254,8 @@ class _Build:
                 )
                 out = self._work / f"pass-{pass_number}" / key
                 keep = self._recipe.keep_dropped
-                jobs.append(TaskJob(task, before, decision, its_steps, notes_of, out, keep))
+                job = TaskJob(task, before, decision, its_steps, notes_of, out, keep, self._code)
+                jobs.append(job)
             what = f"pass {pass_number + 1}"
             amounts = task_amounts(jobs)
             self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last, amounts=amounts)

@@ -184,7 +184,7 @@ def _step_counts(
     """Sums documents in, out and dropped by reason of each step, over all tasks and by domain."""
     steps: list[dict[str, Any]] = [
         {"name": step.name, "in": 0, "out": 0, "dropped": Counter(), "by_domain": {}}
-        for step in recipe.steps
+        for step in recipe.stages
     ]
     for task, of_task in records:
         for counts in (counts for record in of_task for counts in record["steps"]):

@@ -103,8 +103,10 @@ class SourceOutcome:
 
     def problem(self) -> str:
         """Says that nothing is left of the source, its most frequent reason and what to try."""
+        is_plugin = self.source.is_plugin
+        place = self.source.type if is_plugin else f"path {self.source.path}"
         return (
-            f"source '{self.source.name}' (domain {self.source.domain}, path {self.source.path}): "
+            f"source '{self.source.name}' (domain {self.source.domain}, {place}): "
             f"no document is left of it: {self.summary()}. {self._cause()} If nothing is what you "
             "expect of it, set allow_empty: true on this source."
         )
@@ -113,6 +115,8 @@ class SourceOutcome:
         counts = Counter({("", reason): count for reason, count in self.set_aside.items()})
         for step, reasons in self.dropped.items():
             counts.update({(step, reason): count for reason, count in reasons.items()})
+        if not counts and self.source.is_plugin:
+            return "It gives no rows; see its options."
         if not counts:
             return "Its files hold no document; see its path, skip, subset and split."
         [((step, reason), count)] = counts.most_common(1)
@@ -171,9 +175,9 @@ def source_outcomes(
             outcomes[name].details.setdefault(reason, file)
     for task, *folders in zip(tasks, *results, strict=True):
         outcome = outcomes[task.source.name]
-        if task.shard is not None:
+        if not task.files:
             outcome.is_stream = True
-            outcome.parts += 1
+            outcome.parts += len(task.parts) or 1
         outcome.add([read_record(folder) for folder in folders])
     return list(outcomes.values())
 

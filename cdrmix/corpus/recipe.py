@@ -6,25 +6,33 @@ values of a wrong type are reported together, each with its place and the allowe
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from cdrmix.config.load import read_config_text, shipped
-from cdrmix.config.problems import AnySection, Problem, alternatives, shown, validate
+from cdrmix.config.plugin import is_plugin
+from cdrmix.config.plugin_folder import with_plugin_folder, with_used_plugins
+from cdrmix.config.problems import AnySection, Problem, validate
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
+from cdrmix.corpus.recipe_steps import (
+    DEFAULT_STEPS,
+    Numbered,
+    StepConfig,
+    ValidatorConfig,
+    make_step,
+    read_step,
+    step_class,
+)
 from cdrmix.corpus.source import SourceConfig, missing_path
 from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter
-from cdrmix.data.document import FimConfig
+from cdrmix.corpus.text_source import source_plugin
+from cdrmix.data.document import DocumentStep, FimConfig
 from cdrmix.data.shards import MAX_SHARD_TOKENS
 from cdrmix.data.tokenizer import Choices, load_tokenizer
 from cdrmix.data.tokenizer_base import (
@@ -33,43 +41,8 @@ from cdrmix.data.tokenizer_base import (
     ROLES_OF_TOKENS,
     missing_roles,
 )
-from cdrmix.errors import ConfigError, DataError, TrainingError
-
-# Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
-# need packages of the [data] extra.
-STEPS = {
-    "blocklist": "cdrmix.corpus.steps.url:Blocklist",
-    "boilerplate": "cdrmix.corpus.steps.normalise:Boilerplate",
-    "dedup": "cdrmix.corpus.dedup_steps:Dedup",
-    "filter": "cdrmix.corpus.steps.filter:Filter",
-    "length": "cdrmix.corpus.steps.normalise:Length",
-    "language": "cdrmix.corpus.steps.language:Language",
-    "normalise": "cdrmix.corpus.steps.normalise:Normalise",
-    "scrub": "cdrmix.corpus.steps.scrub:Scrub",
-    "url": "cdrmix.corpus.steps.url:Url",
-    "url_dedup": "cdrmix.corpus.dedup_steps:UrlDedup",
-}
-# Clean text first, since all later steps compare it; duplicates last, since their search is the
-# most expensive step and sees the fewest documents there.
-DEFAULT_STEPS = ("normalise", "url", "boilerplate", "filter", "scrub", "dedup")
-
-
-class StepConfig(Section):
-    """One step with its parameters."""
-
-    name: str = Field(description="Name of a step.")
-    domains: tuple[str, ...] | None = Field(
-        None, description="Domains whose documents take this step; null: all of them."
-    )
-    parameters: dict[str, Any] = Field({}, description="Parameters of the step, all of them.")
-
-    def takes(self, domain: str) -> bool:
-        """Returns True if documents of the domain take this step."""
-        return self.domains is None or domain in self.domains
-
-
-# A step and its place in the recipe.
-Numbered = tuple[int, StepConfig]
+from cdrmix.errors import ConfigError, DataError
+from cdrmix.hooks.plugin import make_plugin
 
 
 class RolesConfig(Section):
@@ -152,6 +125,18 @@ class Recipe(Section):
     steps: tuple[StepConfig, ...] = Field(
         description=f"Steps for each document, in order; default: {', '.join(DEFAULT_STEPS)}."
     )
+    validators: tuple[ValidatorConfig, ...] = Field(
+        (),
+        exclude_if=lambda value: not value,
+        description="Checks of yours, in order, of the documents that the steps pass on.",
+    )
+    # The files have digests of their own: the folder may move.
+    plugins: str | None = Field(
+        None,
+        exclude=True,
+        description="Folder of Python files of yours, whose classes steps, sources and validators "
+        "name as module:Name; null: `plugins` beside this file, where there is one.",
+    )
     tokenizer: TokenizerConfig = TokenizerConfig()
     mixture: MixtureConfig | None = Field(
         None,
@@ -175,6 +160,17 @@ class Recipe(Section):
             raise ValueError(f"sources: two are named '{twins[0]}'; ids of documents need one")
         return self
 
+    @property
+    def stages(self) -> tuple[StepConfig, ...]:
+        """Returns the steps, and the validators behind them."""
+        checks = (
+            StepConfig(
+                name=each.use, domains=each.domains, parameters=each.options, action=each.action
+            )
+            for each in self.validators
+        )
+        return (*self.steps, *checks)
+
 
 def load_recipe(path: str | Path, *, for_build: bool = False) -> Recipe:
     """Loads a recipe from a YAML file and fills in all defaults.
@@ -191,13 +187,14 @@ def load_recipe(path: str | Path, *, for_build: bool = False) -> Recipe:
             f"{path}: is the configuration of a model, not a data recipe, which lists `sources`. "
             f"Shipped recipes are in {shipped('model_configs/data')}"
         )
+    values = with_used_plugins(with_plugin_folder(values, path))
     problems: list[Problem] = []
     parts = _Parts(is_default="steps" not in values if isinstance(values, dict) else False)
     # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):
         steps = []
         for number, entry in enumerate(values.get("steps", DEFAULT_STEPS)):
-            step, found = _read_step(entry, ("steps", str(number)))
+            step, found = read_step(entry, ("steps", str(number)))
             problems += found
             if step is not None:
                 steps.append(step)
@@ -207,6 +204,7 @@ def load_recipe(path: str | Path, *, for_build: bool = False) -> Recipe:
         values = values | {"steps": steps}
     recipe, others = validate(values, Recipe)
     problems += others
+    problems += _plugin_problems(values)
     # Told with the others, so that a recipe is not mended in one round for each kind of mistake.
     if isinstance(values, dict):
         parts.read(values)
@@ -240,6 +238,7 @@ class _Parts:
     steps: list[Numbered] = field(default_factory=list)
     sources: list[tuple[int, SourceConfig]] = field(default_factory=list)
     all_sources: bool = False
+    validators: list[ValidatorConfig] = field(default_factory=list)
     tokenizer: TokenizerConfig | None = None
     mixture: MixtureConfig | None = None
     fim: FimConfig | None = None
@@ -251,6 +250,13 @@ class _Parts:
         for number, entry in enumerate(entries):
             if source := _valid(entry, SourceConfig):
                 self.sources.append((number, source))
+        checks = values.get("validators")
+        found = (
+            (_valid(each, ValidatorConfig) for each in checks or ())
+            if isinstance(checks, list)
+            else ()
+        )
+        self.validators = [each for each in found if each]
         self.all_sources = 0 < len(self.sources) == len(entries)
         self.tokenizer = _valid(values.get("tokenizer"), TokenizerConfig)
         self.mixture = _valid(values.get("mixture"), MixtureConfig)
@@ -261,6 +267,7 @@ class _Parts:
         if not self.all_sources:
             return []
         users = [(f"steps: {step.name}", step.domains or ()) for _, step in self.steps]
+        users += [(f"validators: {check.use}", check.domains or ()) for check in self.validators]
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
         users += [("fim", self.fim.domains or ())] if self.fim else []
@@ -327,86 +334,30 @@ def _steps_to_write(domains: list[str]) -> str:
     )
 
 
-def _read_step(entry: Any, path: tuple[str, ...]) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """Returns the values of a `StepConfig` for an entry of `steps`, and its problems.
-
-    Args:
-        entry: `name` or `{name: parameters}`.
-        path: place of the entry in the recipe.
-    """
-    if isinstance(entry, str):
-        entry = {entry: None}
-    if not isinstance(entry, dict) or len(entry) != 1:
-        text = f"given {shown(entry)}, allowed is `name` or `name: {{parameter: value}}`"
-        return None, [Problem(path, text)]
-    [(name, parameters)] = entry.items()
-    if name not in STEPS:
-        near = difflib.get_close_matches(str(name), STEPS, n=1)
-        advice = f" Did you mean '{near[0]}'?" if near else ""
-        return None, [Problem(path, f"no step '{name}'.{advice} Known: {', '.join(STEPS)}")]
-    path = (*path, name)
-    if parameters is not None and not isinstance(parameters, dict):
-        return None, [Problem(path, f"given {shown(parameters)}, allowed are parameters")]
-    try:
-        section = _parameter_section(name)
-    except ConfigError as error:
-        return None, [Problem(path, str(error))]
-    parameters = dict(parameters or {})
-    values: dict[str, Any] = {"name": name, "parameters": {}}
-    # `domains` belongs to the entry, except where the step has a parameter of that name.
-    if "domains" not in section.model_fields and "domains" in parameters:
-        values["domains"] = parameters.pop("domains")
-    section_values, others = validate(parameters, section)
-    problems = [Problem(path + problem.path, problem.text) for problem in others]
-    if section_values is not None:
-        # The constructor checks what types cannot: ranges, and parameters that exclude others.
-        try:
-            step_class(name)(**{key: getattr(section_values, key) for key in section.model_fields})
-        except (TrainingError, ValueError) as error:
-            problems.append(Problem(path, str(error)))
-        values["parameters"] = section_values.model_dump(mode="json")
-    return values, problems
-
-
-def _parameter_section(name: str) -> type[Section]:
-    """Returns the keyword parameters of a step's constructor as a section."""
-    constructor = step_class(name).__init__
-    hints = get_type_hints(constructor)
-    fields: dict[str, Any] = {}
-    for name_of_field, parameter in inspect.signature(constructor).parameters.items():
-        # Steps take their parameters by keyword, so `self` and the like are left out here.
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name_of_field] = (hints[name_of_field], default)
-    return create_model(name, __base__=Section, **fields)
-
-
-def step_class(name: str) -> type[Any]:
-    """Imports the class of a step in `STEPS`.
-
-    Raises:
-        ConfigError: if a package that it needs is not installed.
-    """
-    module, _, attribute = STEPS[name].partition(":")
-    try:
-        step: type[Any] = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"step '{name}' needs the package '{error.name}': pip install 'cdrmix[data]'"
-        ) from None
-    return step
-
-
-def make_step(config: StepConfig) -> Any:
-    """Makes the `Step` or `CorpusStep` of an entry of a recipe."""
-    return step_class(config.name)(**config.parameters)
+def _plugin_problems(values: Any) -> list[Problem]:
+    """Returns the problems of sources and validators of a user's: classes and options."""
+    problems: list[Problem] = []
+    for key, section in (("sources", SourceConfig), ("validators", ValidatorConfig)):
+        entries = values.get(key) if isinstance(values, dict) else None
+        for number, entry in enumerate(entries if isinstance(entries, list) else []):
+            config = _valid(entry, section)
+            try:
+                if isinstance(config, ValidatorConfig):
+                    make_plugin(config, DocumentStep, where="use")
+                elif isinstance(config, SourceConfig) and config.is_plugin:
+                    source_plugin(config)
+            except ConfigError as error:
+                problems.append(Problem((key, str(number)), str(error)))
+    return problems
 
 
 def passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
     """Cuts the steps after each that looks at the whole corpus; yields (those before, that one)."""
     steps: list[Numbered] = []
-    for numbered in enumerate(recipe.steps):
-        if hasattr(step_class(numbered[1].name), "decide"):  # a `dedup_steps.CorpusStep`
+    for numbered in enumerate(recipe.stages):
+        name = numbered[1].name
+        # a `dedup_steps.CorpusStep`, of which a user has none
+        if not is_plugin(name) and hasattr(step_class(name), "decide"):
             yield steps, numbered
             steps = []
         else:
@@ -414,24 +365,16 @@ def passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
     yield steps, None
 
 
-def identity(config: StepConfig) -> Any:
-    """Returns all inputs of a step: its entry, and the digests of the files that it names."""
-    # The content of a file, such as a blocklist, may change while its path stays.
-    fields = _parameter_section(config.name).model_fields
-    files = {
-        name: hashlib.sha256(Path(value).read_bytes()).hexdigest()
-        for name, value in config.parameters.items()
-        if value is not None and Path in alternatives(fields[name].annotation)
-    }
-    return [config.model_dump(), files]
-
-
 def recipe_yaml(recipe: Recipe) -> str:
     """Returns the recipe as YAML with all defaults; loading it gives an equal recipe."""
     # A step has one parameter `domains` at most: its own, or that of the entry.
     values = recipe.model_dump(mode="json")
     values["steps"] = [
-        {step.name: ({"domains": list(step.domains)} if step.domains else {}) | step.parameters}
+        {"use": step.name, "options": step.parameters, "domains": step.domains}
+        if is_plugin(step.name)
+        else {
+            step.name: ({"domains": list(step.domains)} if step.domains else {}) | step.parameters
+        }
         for step in recipe.steps
     ]
-    return dump_yaml(values)
+    return dump_yaml(values | ({"plugins": recipe.plugins} if recipe.plugins else {}))

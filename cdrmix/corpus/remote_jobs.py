@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 from tqdm import tqdm
 
 from cdrmix import errors, log
+from cdrmix.config.plugin_folder import plugin_folder, use_plugin_folder
 from cdrmix.data.shards import write_file
 from cdrmix.errors import DataError, TrainingError
 
@@ -205,7 +206,7 @@ class Pool(Engine):
                 context = multiprocessing.get_context("spawn")
                 self._pipe = context.Pipe(duplex=False)
                 self._executor = ProcessPoolExecutor(
-                    self._workers, context, _end_with_build, (self._pipe[0],)
+                    self._workers, context, _begin_worker, (self._pipe[0], plugin_folder())
                 )
             for number, job in remaining.items():
                 futures[self._executor.submit(function, job)] = number
@@ -237,8 +238,10 @@ def _report_death(deaths: int, what: str, num_remaining: int) -> None:
     _logger.warning("%s: a worker was killed; %d tasks are left", what, num_remaining)
 
 
-def _end_with_build(lifeline: Connection) -> None:
-    """Prepares a worker: it ends as soon as the build closes its end of the pipe, or dies."""
+def _begin_worker(lifeline: Connection, plugins: Path | None) -> None:
+    """Prepares a worker: it imports from the folder of plug-ins, and ends as soon as the build
+    closes its end of the pipe, or dies."""
+    use_plugin_folder(plugins)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build receives it too, and closes the pipe
     log.configure()
 
@@ -311,12 +314,13 @@ class RoundsEngine(Engine):
 def pack_job(function: Function[J], job: J) -> bytes:
     """Returns a call as bytes, for `run_packed` in a process of another machine."""
     # Relative paths of recipe and result start at the working directory of the build.
-    return pickle.dumps((function, job, Path.cwd()))
+    return pickle.dumps((function, job, Path.cwd(), plugin_folder()))
 
 
 def run_packed(content: bytes) -> TrainingError | OSError | None:
     """Runs a job of `pack_job`; returns an error that a user can correct instead of raising it."""
-    function, job, folder = pickle.loads(content)
+    function, job, folder, plugins = pickle.loads(content)
+    use_plugin_folder(plugins)
     try:
         with contextlib.chdir(folder):
             function(job)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from cdrmix.config.plugin import NameOrPlugin, is_plugin
 from cdrmix.config.section import Section
 from cdrmix.errors import DataError
 
@@ -49,6 +50,13 @@ _CODE_FILES = {"Makefile", "Dockerfile", "CMakeLists.txt", "Rakefile", "Gemfile"
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
+# Keys that only sources of ours read.
+_OF_FILES = (
+    *("path", "encoding", "skip", "subset", "split", "revision", "retries"),
+    "max_documents_per_second",
+)
+
+
 class ChainOfThoughtConfig(Section):
     """Keys or columns with the parts of a chain of thought; dots lead into nested objects."""
 
@@ -64,12 +72,20 @@ class SourceConfig(Section):
         pattern=r"^[a-z0-9][a-z0-9_-]*$",
         description="Short name in reports and document ids: a-z, 0-9, _ and -.",
     )
-    type: Literal["local", "huggingface"] = Field(
-        description="local: a file or folder. huggingface: a data set saved to disk or streamed."
+    type: Annotated[str, NameOrPlugin(("local", "huggingface"))] = Field(
+        description="local: a file or folder. huggingface: a data set saved to disk or streamed. "
+        "package.module:Name: a TextSource of yours."
     )
     path: str = Field(
+        "",
+        exclude_if=lambda value: not value,
         description="local: a file or folder, or python:stdlib for the standard library of this "
-        "Python. huggingface: a folder, or the name of a data set on the hub."
+        "Python. huggingface: a folder, or the name of a data set on the hub.",
+    )
+    options: dict[str, Any] = Field(
+        {},
+        exclude_if=lambda value: not value,
+        description="Options of a source of yours, which its class checks.",
     )
     domain: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_-]*$",
@@ -117,6 +133,11 @@ class SourceConfig(Section):
     )
 
     @property
+    def is_plugin(self) -> bool:
+        """True for a source of a user's."""
+        return is_plugin(self.type)
+
+    @property
     def text_fields(self) -> tuple[str, ...]:
         """Returns the names of the fields that make up a document's text, in order."""
         parts = self.chain_of_thought
@@ -130,6 +151,22 @@ class SourceConfig(Section):
         except LookupError:
             raise ValueError(f"'{encoding}' is not an encoding; try utf-8 or latin-1") from None
         return encoding
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> SourceConfig:
+        if not self.is_plugin:
+            if not self.path:
+                raise ValueError(f"path: missing; type {self.type} reads a file or folder")
+            if self.options:
+                raise ValueError(f"options: type {self.type} takes none")
+            return self
+        fields = type(self).model_fields
+        unread = [key for key in _OF_FILES if getattr(self, key) != fields[key].default]
+        if unread:
+            raise ValueError(
+                f"{', '.join(unread)}: not for a source of yours, {self.type}, which takes options"
+            )
+        return self
 
 
 # Records an input that cannot be read: (file, row or None for the whole file, reason in a few

@@ -10,22 +10,24 @@ import hashlib
 import itertools
 import json
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, TextIO
 
 from cdrmix import log
-from cdrmix.corpus.recipe import Numbered, StepConfig, make_step
+from cdrmix.corpus.plugin_step import PluginStep
+from cdrmix.corpus.recipe_steps import Numbered, StepConfig, make_step
 from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
 from cdrmix.corpus.steps.read import SHARD_NAME, read_file, read_shard
+from cdrmix.corpus.text_source import read_part
+from cdrmix.corpus.time_limit import TimeLimit, TooSlow
 from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
+from cdrmix.hooks.plugin import check_code
 
 DOCUMENTS_FILE = "documents.jsonl"
 DROPPED_FILE = "dropped.jsonl"
@@ -33,14 +35,7 @@ RECORD_FILE = "record.json"
 # The report shows examples of each reason; all dropped text would be as large as the corpus.
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
-# The slowest steps read some hundred kB of ordinary text a second, and documents have 32 MiB at
-# most unless a recipe allows more.
-DOCUMENT_SECONDS = 300.0
 _logger = log.get_logger(__name__)
-
-
-class TooSlow(Exception):
-    """A document took longer than allowed; raised at any place in the code."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +46,14 @@ class Task:
         files: files to read, in order; none for a part of a stream.
         shard: (number, of how many) part of a stream; None for files.
         key: hash of all inputs (hex).
+        parts: names of parts of a user's source, in order; none for others.
     """
 
     source: SourceConfig
     files: tuple[SourceFile, ...]
     shard: tuple[int, int] | None
     key: str
+    parts: tuple[str, ...] = ()
 
     def read(
         self,
@@ -69,13 +66,15 @@ class Task:
 
         Args:
             set_aside: called for each input that cannot be read, or takes too long.
-            left_out: names of files, or of the shard, that ended a process and are not read.
+            left_out: names of files, parts, or of the shard, that ended a process and are not read.
             begin: called with each name before it is read.
         """
         parts: Iterator[tuple[str, Iterator[Document]]]
         if self.shard is not None:
             stream = read_shard(self.source, *self.shard, set_aside)
             parts = iter([(SHARD_NAME.format(self.shard[0]), stream)])
+        elif self.parts:
+            parts = ((part, read_part(self.source, part, set_aside)) for part in self.parts)
         else:
             parts = ((file.name, read_file(file, self.source, set_aside)) for file in self.files)
         for name, documents in parts:
@@ -104,6 +103,7 @@ class TaskJob:
         notes_of: step over the corpus that takes notes last; None at the end.
         out: folder of the result, named by a hash of all its inputs.
         keep_dropped: write all dropped documents whole, not a few excerpts.
+        code: classes of a user's, each with the digest of its code when the build began.
     """
 
     task: Task
@@ -113,6 +113,7 @@ class TaskJob:
     notes_of: StepConfig | None
     out: Path
     keep_dropped: bool
+    code: tuple[tuple[str, str | None], ...] = ()
 
     def is_done(self) -> bool:
         """Returns True if the result exists."""
@@ -132,69 +133,41 @@ class TaskJob:
         return json.loads(file.read_bytes()) if file.exists() else []
 
 
-class TimeLimit:
-    """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
+class _Failed(Exception):
+    """Steps of a user's have failed on documents: reason and detail of each, by its id."""
 
-    Limits the time as a context manager only. Counts processor time of this process, so a busy
-    machine or a slow disk changes nothing. Python delivers signals to its main thread only: there
-    is no limit in another thread.
-    """
-
-    def __init__(self, slow: Collection[str], seconds: float = DOCUMENT_SECONDS) -> None:
-        self.now: str | None = None  # id of the document in the steps
-        self._slow = slow
-        self._seconds = seconds
-        self._is_usable = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Self:
-        def raise_too_slow(number: int, frame: FrameType | None) -> None:
-            raise TooSlow(f"more than {self._seconds:g} s of processor time")
-
-        if self._is_usable:
-            self._before = signal.signal(signal.SIGVTALRM, raise_too_slow)
-            self._begin()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._is_usable:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, self._before)
-
-    def _begin(self) -> None:
-        """Starts the time of the next document."""
-        if self._is_usable:
-            # Repeated: Python ignores an exception that is raised in a destructor.
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, self._seconds)
-
-    def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
-        for document in documents:
-            if document.id not in self._slow:
-                self.now = document.id
-                self._begin()
-                yield document
-                # Too much time from here on is that of reading, which `Task.read` sets aside.
-                self.now = None
-            # Also before the next one is read, which has a limit of its own.
-            self._begin()
+    def __init__(self, documents: dict[str, tuple[str, str]]) -> None:
+        super().__init__(documents)
+        self.documents = documents
 
 
 def run_task(job: TaskJob) -> None:
     """Runs a job, unless its result exists.
 
-    A document that a step takes too long for is set aside. The exception ends the steps with all
-    that they hold of the task, so the job starts again without that document.
+    A document that a step takes too long for, or that a user's step fails on, is set aside. The
+    exception ends the steps with all that they hold of the task, so the job starts again without
+    that document.
+
+    Raises:
+        DataError: if code of a user's has changed since the build began.
     """
-    slow: dict[str, str] = {}  # id and message of each such document
+    check_code(job.code)
+    unfit: dict[str, tuple[str, str]] = {}  # reason and message of each such document, by id
     while not job.is_done():
-        timed = TimeLimit(slow)
+        timed = TimeLimit(unfit)
         try:
             with timed:
-                _run_once(job, timed, slow)
+                _run_once(job, timed, unfit)
         except TooSlow as error:
-            if timed.now is None or timed.now in slow:
+            if timed.now is None or timed.now in unfit:
                 raise  # no document is the cause
             _logger.warning("%s: set aside: %s", timed.now, error)
-            slow[timed.now] = str(error)
+            unfit[timed.now] = ("takes too long", str(error))
+        except _Failed as failed:
+            name, (reason, detail) = next(iter(failed.documents.items()))
+            more = f", as are {len(failed.documents) - 1} more" * (len(failed.documents) > 1)
+            _logger.warning("%s: set aside: %s: %s%s", name, reason, detail, more)
+            unfit |= failed.documents
         finally:
             job.beside("reading").unlink(missing_ok=True)
 
@@ -214,8 +187,8 @@ def leave_out_last(job: TaskJob) -> bool:
     return True
 
 
-def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
-    """Runs the steps of a job over all documents but the slow ones, and writes the result."""
+def _run_once(job: TaskJob, timed: TimeLimit, unfit: Mapping[str, tuple[str, str]]) -> None:
+    """Runs the steps of a job over all documents but the unfit ones, and writes the result."""
     # One entry per file and reason: the first row in detail, then a count. A damaged file of
     # 10^8 rows must not give a report of that size.
     unread: dict[tuple[str, str], dict[str, Any]] = {}
@@ -229,9 +202,9 @@ def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
         with open_new(job.beside("reading")) as file:
             file.write(json.dumps(name).encode())
 
-    for document_id, message in slow.items():
+    for document_id, (reason, detail) in unfit.items():
         file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
-        set_aside(file, int(row), "takes too long", message)
+        set_aside(file, int(row), reason, detail)
     if job.before is None:
         documents = job.task.read(set_aside, left_out=job.left_out(), begin=write_mark)
     else:
@@ -251,14 +224,18 @@ def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
         if job.decision is not None:
             number, config, decision = job.decision
             documents = counted(number, config.name, make_step(config).after(decision))
-        for number, config in job.steps:
-            documents = counted(number, config.name, make_step(config))
+        steps = [make_step(config) for _, config in job.steps]
+        for (number, config), step in zip(job.steps, steps, strict=True):
+            documents = counted(number, config.name, step)
         if job.notes_of is not None:
             take_notes = make_step(job.notes_of).before(folder / f"{job.out.name}.notes")
             documents = counted(-1, "notes", take_notes)
         # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
         close_synced(drops)
+        failures = [step.failures for step in steps if isinstance(step, PluginStep)]
+        if any(failures):
+            raise _Failed(dict(chain.from_iterable(each.items() for each in failures)))
         # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
         record["steps"] = [counts for counts in all_counts if counts["number"] >= 0]
         for counts in record["steps"]:

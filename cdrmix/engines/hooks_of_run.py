@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.engines.optimizer_check import OptimizerCheck
-from cdrmix.hooks.dispatch import Hooks, NamedHook, configured_hooks
+from cdrmix.hooks.called import NamedHook
+from cdrmix.hooks.dispatch import Hooks, configured_hooks
+from cdrmix.tracking.choice import trackers_of
+from cdrmix.tracking.hook import TrackerHook
+from cdrmix.tracking.writer import make_tracker
 
 # Before hooks of priority 0, which then see a step that was checked.
 _FIRST = -1000
@@ -19,6 +25,22 @@ def hooks_of_run(config: Config) -> Hooks:
         # A colon is in no name of the configuration.
         name = "cdrmix:optimizer_check"
         hooks.append(NamedHook(name, OptimizerCheck(), _FIRST, unsafe=True, is_ours=True))
+    if config.monitoring.trackers != ():
+        hooks.append(_trackers(config))
     names = runtime.all_gather_object([each.name for each in hooks])
     assert all(each == names[0] for each in names), "a hook has a vote on every rank, or on none"
     return Hooks(hooks)
+
+
+def _trackers(config: Config) -> NamedHook:
+    """The trackers, which only rank 0 has, behind all hooks that add to the lines that they get."""
+    trackers = trackers_of(config) if runtime.rank() == 0 else ()
+
+    def check() -> None:
+        for tracker in trackers:
+            make_tracker(tracker)
+
+    runtime.together(check)
+    hook = TrackerHook(trackers, wait_seconds=config.monitoring.tracker_wait_seconds)
+    # A fault of our own here ends no run either.
+    return NamedHook("cdrmix:trackers", hook, sys.maxsize, on_error="warn", is_ours=True)

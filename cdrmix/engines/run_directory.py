@@ -57,6 +57,7 @@ _WRITTEN_IN_PLACE = (
     LAUNCH_FOLDER,
     STARTS_FOLDER,
     "checkpoints",
+    "tracking",
     "wall_time.tmp",
 )
 # flock is missing on Lustre without the mount option, and on NFS without a lock server.

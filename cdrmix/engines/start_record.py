@@ -16,6 +16,7 @@ from cdrmix import __version__, runtime
 from cdrmix.checkpoint.files import read_json
 from cdrmix.cluster.start_records import add_start_record, newest_start
 from cdrmix.config.load import config_hash, with_absolute_paths
+from cdrmix.config.plugin import plugins_of
 from cdrmix.config.redaction import redacted
 from cdrmix.config.resuming import changes_between, told
 from cdrmix.config.resuming_rules import rule_of
@@ -25,6 +26,7 @@ from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
+from cdrmix.hooks.plugin import plugin_digests
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
@@ -65,6 +67,7 @@ def _describe(run: Run, state: JsonObject | None, hosts: Counter[str]) -> JsonOb
         # of these values: paths are the same from every folder
         "config_hash": config_hash(Config.model_validate(values)),
         "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
+        **({"plugins": plugins} if (plugins := plugin_digests(plugins_of(config))) else {}),
         "data": describe_data(config, run.stage.corpus),
         **({"base": run.base} if run.base else {}),
         "hosts": [{"name": name, "ranks": ranks} for name, ranks in hosts.items()],
@@ -131,6 +134,7 @@ def asked_shares(mixture: Mixture, num_samples: int) -> dict[str, float]:
 
 
 def _write(folder: Path, record: JsonObject) -> None:
+    digests = (newest_start(folder) or {}).get("plugins", {})
     try:
         number = add_start_record(folder, record)
     except OSError as error:
@@ -145,6 +149,11 @@ def _write(folder: Path, record: JsonObject) -> None:
         alters = any(rule_of(key).kind != "free" for key, _, _ in changes)
         write = logger.warning if alters else logger.info
         write("%schanged since the start before: %s", "warning: " * alters, told(changes))
+    plugins = record.get("plugins", {}).items()
+    if other := [path for path, digest in plugins if digests.get(path, digest) != digest]:
+        logger.warning(
+            "warning: since the start before the code of %s has changed", ", ".join(other)
+        )
 
 
 def _program(record: JsonObject) -> str:

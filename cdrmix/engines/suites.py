@@ -24,7 +24,13 @@ from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError, TrainingError
-from cdrmix.evaluation.suite import Judged, conditions, request_in_training, suite_of
+from cdrmix.evaluation.suite import (
+    Judged,
+    conditions,
+    named_result,
+    request_in_training,
+    suite_of,
+)
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.monitoring.metrics import member_name
@@ -229,7 +235,8 @@ class Suites:
             tokenizer_digest=self._corpus.manifest.tokenizer.sha256,
         )
         request = request_in_training(self._settings, suite)
-        result = suite_of(suite.name).measure(judged, request)
+        made = suite_of(suite.name, where="evaluation.suites")
+        result = named_result(suite.name, made.measure(judged, request))
         noted = conditions(
             judged,
             request,
@@ -289,7 +296,7 @@ class Suites:
         told = described(error)
         if isinstance(error, torch.OutOfMemoryError):
             runtime.release_memory()
-        self._last[suite.name] = {"step": run.step, "failed": told}
+        self._last[suite.label] = {"step": run.step, "failed": told}
         if runtime.rank() == 0:
             logger.warning(
                 "warning: suite %s failed behind step %d, and the run goes on: %s",
@@ -297,7 +304,7 @@ class Suites:
                 # A fault of the program, which is not the user's to mend, with its traceback.
                 exc_info=None if isinstance(error, TrainingError) else error,
             )
-        return {member_name("suite/*/failures", suite.name): float(failures)}
+        return {member_name("suite/*/failures", suite.label): float(failures)}
 
 
 @contextmanager

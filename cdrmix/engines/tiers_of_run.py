@@ -17,6 +17,7 @@ from cdrmix.checkpoint.files import damage, save_number
 from cdrmix.checkpoint.host_saver import HostSaver
 from cdrmix.checkpoint.host_tiers import HostTier, check_own, host_tiers, ranks_of_host
 from cdrmix.checkpoint.joining import join_newest
+from cdrmix.checkpoint.retention import configured_retention
 from cdrmix.checkpoint.tiers import TieredSaver
 from cdrmix.cluster.tier_leftovers import TIERS
 from cdrmix.config.redaction import redacted_text
@@ -58,6 +59,7 @@ def make_saver(start: Start, *, pinned: int | None) -> TieredSaver:
         uploads=runtime.together(lambda: uploads() if is_first else None),
         keep=config.keep,
         keep_best=config.keep_best,
+        retention=runtime.together(lambda: configured_retention(config)),
         background=background,
         pinned=pinned,
         saved=start.hooks.saved,

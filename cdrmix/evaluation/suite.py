@@ -6,12 +6,14 @@ model is loaded, so that a missing file is told in a second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig, SuiteName
+from cdrmix.config.plugin import PluginConfig, is_plugin, label_of
+from cdrmix.hooks.plugin import make_plugin, plugin_digest
 from cdrmix.monitoring.suite_results import Row, SuiteResult
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from cdrmix.parallel.topology import Topology
 
 # name: module and class
-SUITES: dict[SuiteName, tuple[str, str]] = {
+SUITES: dict[str, tuple[str, str]] = {
     "perplexity": ("cdrmix.evaluation.suites.perplexity", "Perplexity"),
     "zero-shot": ("cdrmix.evaluation.suites.zero_shot", "ZeroShot"),
     "code": ("cdrmix.evaluation.suites.code", "Code"),
@@ -94,8 +96,9 @@ class Judged:
         return SuiteResult(suite, rows, **about, **more)
 
 
+@runtime_checkable
 class Suite(Protocol):
-    """A kind of evaluation.
+    """A kind of evaluation, of ours or of a user's.
 
     One that takes `--option NAME=VALUE` has an attribute `options`, the meaning of each by its
     name, for the help and the check of the command line.
@@ -135,7 +138,22 @@ def conditions(judged: Judged, request: Request, *, layout: str, precision: str)
     }
 
 
-def suite_of(name: SuiteName) -> Suite:
-    """Imports a suite by its name."""
+def named_result(name: SuiteName, result: SuiteResult) -> SuiteResult:
+    """Returns the result of a user's suite under its name, with the digest of its code; one of ours
+    as it is."""
+    if not is_plugin(name):
+        return result
+    code = {"suite": name, "code": plugin_digest(name)}
+    return replace(result, suite=label_of(name), settings=code | result.settings)
+
+
+def suite_of(name: SuiteName, *, where: str = "--suite") -> Suite:
+    """Makes a suite by its name. Raises ConfigError if it is a user's and cannot be imported.
+
+    Args:
+        where: place of the name, for messages.
+    """
+    if is_plugin(name):
+        return make_plugin(PluginConfig(use=name), Suite, where=where)
     module, attribute = SUITES[name]
     return cast(Suite, getattr(import_module(module), attribute)())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import sys
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +14,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from cdrmix.config.plugin import PluginConfig
-from cdrmix.errors import ConfigError, TrainingError
+from cdrmix.config.plugin_folder import check_names, plugin_folder
+from cdrmix.errors import ConfigError, DataError, TrainingError
 
 Kind = TypeVar("Kind")
 
@@ -62,12 +65,17 @@ def plugin_class(path: str, kind: type[Kind], *, where: str) -> type[Kind]:
     """Imports package.module:Name. Raises ConfigError if it is no class of `kind`."""
     module_name, _, name = path.partition(":")
     try:
+        check_names()
         module = importlib.import_module(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {path}: {error}") from error
     except Exception as error:  # any that code of a user's may raise while it is imported
+        folder = plugin_folder()
+        files = f"the folder {folder}" if folder else "a folder `plugins` beside the configuration"
+        missing = ", which is not there" if folder and not folder.is_dir() else ""
         raise ConfigError(
             f"{where}: {path}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
-            "Install its package, or put its file into the folder `plugins` beside the "
-            "configuration"
+            f"Install its package, or put its file into {files}{missing}"
         ) from error
     found = getattr(module, name, None)
     if found is None:
@@ -82,6 +90,72 @@ def plugin_class(path: str, kind: type[Kind], *, where: str) -> type[Kind]:
 
 
 def plugin_digest(path: str) -> str | None:
-    """Returns the sha256 (hex) of the file that an imported plug-in stands in; None: no file."""
-    file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    """Returns the sha256 (hex) of the code of an imported plug-in, as `code_files` finds it; None:
+    it stands in no file."""
+    files = code_files(path.partition(":")[0])
+    if not files:
+        return None
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    # Of one file its own, which people can compare.
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    )
+
+
+def plugin_digests(paths: Collection[str]) -> dict[str, str | None]:
+    """Imports classes and returns `plugin_digest` of each by its path. Raises ConfigError if one
+    cannot be imported."""
+    for path in paths:
+        plugin_class(path, object, where="plug-in")
+    return {path: plugin_digest(path) for path in paths}
+
+
+def check_code(digests: Iterable[tuple[str, str | None]]) -> None:
+    """Imports plug-ins and refuses those whose code is not that of the digests. Raises DataError,
+    or ConfigError if one cannot be imported."""
+    began_with = dict(digests)
+    for path, digest in plugin_digests(began_with).items():
+        if began_with[path] != digest:
+            raise DataError(
+                f"{path}: its code has changed since the build began, or is another one here. "
+                "Start the build again: what was made with other code is made anew"
+            )
+
+
+def code_files(module_name: str) -> list[Path]:
+    """Files with the code of an imported module: its own first, then those of the folder of
+    plug-ins that it imports if it is one of them, also in functions."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if file is None:
+        return []
+    root = plugin_folder()
+    if root is None or not Path(file).is_relative_to(root):
+        return [Path(file)]
+    files: dict[Path, None] = {}
+    pending = [Path(file)]
+    while pending:
+        path = pending.pop()
+        if path not in files:
+            files[path] = None
+            pending += sorted(_imported(path, root), reverse=True)
+    return list(files)
+
+
+def _imported(path: Path, root: Path) -> Iterator[Path]:
+    """Files below `root` that a source file imports."""
+    # As dotted names: of a package its own, of a module that of the package around it.
+    package = path.parent.relative_to(root).parts
+    names: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        if isinstance(node, ast.Import):
+            names |= {tuple(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            origin = (*above, *(node.module.split(".") if node.module else ()))
+            names |= {origin, *((*origin, alias.name) for alias in node.names)}
+    for name in names:
+        for end in range(1, len(name) + 1):  # the packages around a module are imported first
+            place = root.joinpath(*name[:end])
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                if file.is_file():
+                    yield file

@@ -126,6 +126,8 @@ METRICS: tuple[Metric, ...] = (
     # Suites of evaluations: suite, task and metric of each row, and ema_METRIC for the average of
     # the weights. The steps that have them depend on time where the suites' share of it is used up.
     Metric("suite/*/*/*", "as the metric's name says", "none"),
+    # Where it is not 0: depends on the machine.
+    Metric("tracker/dropped", "lines of this start", "none", deterministic=False),
     # Numbers that hooks add: name of the hook, and key.
     Metric("plugin/*/*", "as the hook says", "none", deterministic=False),
     Metric("hooks/*/seconds", "seconds in a hook", "max", "step", deterministic=False),

@@ -7,7 +7,7 @@ from cdrmix.planning.rule import THIS_VERSION, Rule
 
 
 def _has(combination: Combination, name: str) -> bool:
-    return any(suite.name == name for suite in combination.config.evaluation.suites)
+    return any(suite.label == name for suite in combination.config.evaluation.suites)
 
 
 def _missing_suite(combination: Combination) -> str | None:

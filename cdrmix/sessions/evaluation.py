@@ -14,7 +14,14 @@ from cdrmix import runtime
 from cdrmix.config.evaluation import SuiteName
 from cdrmix.errors import StateError
 from cdrmix.evaluation.model_folder import kind_of
-from cdrmix.evaluation.suite import Judged, Request, Suite, conditions, suite_of
+from cdrmix.evaluation.suite import (
+    Judged,
+    Request,
+    Suite,
+    conditions,
+    named_result,
+    suite_of,
+)
 from cdrmix.export.manifest import MANIFEST_FILE, verify_export
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
@@ -227,7 +234,7 @@ def _measured(
     suite: Suite, asked: Asked, found: FoundModel, model: Judged, *, layout: str, precision: str
 ) -> Measured:
     """Runs the suite, and notes what the scores depend on beside what the suite notes itself."""
-    result = suite.measure(model, asked.request)
+    result = named_result(asked.suite, suite.measure(model, asked.request))
     noted = conditions(model, asked.request, layout=layout, precision=precision)
     return Measured(replace(result, settings=noted | result.settings), found.run_dir)
 

@@ -21,6 +21,7 @@ from cdrmix.checkpoint.candidates import (
     nothing_to_resume,
 )
 from cdrmix.checkpoint.files import damage, read_json
+from cdrmix.checkpoint.retention import configured_retention
 from cdrmix.config.base_checks import check_base
 from cdrmix.config.cpt import SELF, CptConfig
 from cdrmix.config.load import SAMPLE
@@ -45,6 +46,7 @@ from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.hooks.source import check_sources
 from cdrmix.planning.profile import check_legal
+from cdrmix.tracking.choice import check_trackers
 
 # A second's worth of reading: the weights of a small model, not those of a large one.
 _DIGESTED_BYTES = 2**28
@@ -74,8 +76,8 @@ def check_start(
         DataError: if the data set is missing, or does not fit model, mixture or sequence length;
             if the weights of a Hugging Face model, or tasks of a suite, are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A, a hook is not there, or the folder of a Hugging
-            Face model cannot be used.
+        ConfigError: if Stage B is given no Stage A, a hook or rule of retention is missing, the
+            folder of a Hugging Face model cannot be used, or a tracker is not installed.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
@@ -83,10 +85,18 @@ def check_start(
         check_legal(config, world_size=world_size, profile=profile, device=device)
     with _noted(found):
         check_sources(config.hooks)
+    with _noted(found):
+        configured_retention(config.checkpoint)
     found += _data_problems(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
     found += _suite_problems(config)
+    with _noted(found):
+        check_trackers(
+            config.monitoring.trackers or (),
+            run_dir or Path("experiments"),
+            environment=config.launch.environment,
+        )
     with _noted(found):
         _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
@@ -192,7 +202,7 @@ def _suite_problems(config: Config) -> list[TrainingError]:
     for suite in settings.suites:
         if suite.name not in refused:
             with _noted(found):
-                asked = suite_of(suite.name)
+                asked = suite_of(suite.name, where="evaluation.suites")
                 known: dict[str, str] = getattr(asked, "options", {})
                 if unknown := sorted(suite.options.keys() - known.keys()):
                     raise ConfigError(

@@ -10,9 +10,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from cdrmix.config.evaluation import SuiteName
+from cdrmix.config.evaluation import SUITE_NAMES, SuiteName
+from cdrmix.config.plugin import is_plugin
+from cdrmix.config.plugin_folder import use_plugin_folder
 from cdrmix.config.yaml_text import parse_scalar
 from cdrmix.errors import ConfigError
 from cdrmix.evaluation.suite import Request, suite_of
@@ -21,6 +23,7 @@ from cdrmix.verbs.flags import (
     add_base_flag,
     add_branch_flags,
     add_checkpoint_flag,
+    add_plugins_flag,
     add_weights_flag,
     at_least,
 )
@@ -29,7 +32,7 @@ _SUITES = (
     "perplexity: held-out loss (default); zero-shot: tasks of lm-evaluation-harness; code: "
     "programs, run in a sandbox; infill: lines of held-out documents, left out and written by the "
     "model; reasoning: tasks by length, with the backbone alone beside it, stored as "
-    "RUN_DIR/reasoning.json; routing: use of the experts"
+    "RUN_DIR/reasoning.json; routing: use of the experts; package.module:Name: a suite of yours"
 )
 # Flags that some suites alone take.
 _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
@@ -45,6 +48,8 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
     "base": ("perplexity", "zero-shot", "code", "infill", "routing"),
     "weights": ("perplexity", "zero-shot", "code", "infill", "routing"),
 }
+# Those of them that a suite of a user's may read.
+_OF_PLUGINS = ("data", "examples", "tasks", "execute_code", "sandbox", "base", "weights")
 # Flags that become options of the suite.
 _OPTIONS = ("max_tokens", "write_tasks", "branches", "accept_threshold")
 
@@ -67,7 +72,8 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     places = "run directory, checkpoint, folder of cdrmix export, or of a Hugging Face model"
     flag("source", type=Path, metavar="RUN_DIR", help=places)
-    flag("--suite", choices=get_args(SuiteName), default="perplexity", help=_SUITES)
+    flag("--suite", type=_suite, metavar="NAME", default="perplexity", help=_SUITES)
+    add_plugins_flag(parser)
     add_checkpoint_flag(parser)
     add_base_flag(parser)
     add_weights_flag(parser)
@@ -105,8 +111,10 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     from cdrmix.sessions.evaluation import Asked
 
     suite: SuiteName = arguments.suite
+    use_plugin_folder(arguments.plugins)
     for name, suites in _SUITES_OF_FLAGS.items():
-        if getattr(arguments, name) not in (None, False) and suite not in suites:
+        takes = name in _OF_PLUGINS if is_plugin(suite) else suite in suites
+        if getattr(arguments, name) not in (None, False) and not takes:
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} goes with --suite {' and '.join(suites)}")
     if arguments.accept_threshold is not None and not arguments.branches:
@@ -140,6 +148,14 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         max_length=arguments.max_length,
         out=arguments.out,
     )
+
+
+def _suite(name: str) -> str:
+    if name not in SUITE_NAMES and not is_plugin(name):
+        known = ", ".join((*SUITE_NAMES, "package.module:Name"))
+        # In argparse's words, of which the parser makes a near choice.
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
+    return name
 
 
 def _given_options(suite: SuiteName, words: Sequence[str]) -> dict[str, Any]:

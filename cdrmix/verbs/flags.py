@@ -176,6 +176,15 @@ def add_base_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", type=Path, metavar="DIR", help=folder)
 
 
+def add_plugins_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --plugins, which is None where it is not given.
+
+    The folder that a checkpoint names is not taken: it may be of anyone.
+    """
+    folder = "folder of Python files of yours, whose classes a suite or a model names"
+    parser.add_argument("--plugins", type=_folder, metavar="DIR", help=folder)
+
+
 def add_branch_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of acting by branches, of a reasoning model."""
     flag = parser.add_argument
@@ -187,6 +196,13 @@ def add_branch_flags(parser: argparse.ArgumentParser) -> None:
     )
     least = "advantage from which a branch is accepted; default: accept_threshold of the run"
     flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).absolute()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no such folder")
+    return path
 
 
 def _which(text: str) -> str:

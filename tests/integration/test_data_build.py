@@ -28,7 +28,7 @@ from cdrmix.corpus import build as build_module
 from cdrmix.corpus import remote_jobs as pool_module
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
-from cdrmix.corpus.recipe import STEPS
+from cdrmix.corpus.recipe_steps import STEPS
 from cdrmix.corpus.remote_jobs import Pool
 from cdrmix.corpus.steps.normalise import Normalise
 from cdrmix.data.document import Document, Drop

@@ -14,7 +14,7 @@ from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
 from cdrmix.corpus.encode import export_tars
 from cdrmix.corpus.inspection import read_report
-from cdrmix.corpus.recipe import StepConfig
+from cdrmix.corpus.recipe_steps import StepConfig
 from cdrmix.corpus.source import SourceConfig, find_files
 from cdrmix.corpus.task_run import Task, TaskJob, read_record, run_task
 from cdrmix.data.document import ROLES, encoded, fields_of, joined

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix.config.yaml_text import dump_yaml, parse_yaml
+from tests.harness import ROOT
 from tests.launcher import launch
+from tests.small_run import CONFIG
 
 # Ranks meet over the loopback interface, which a new network namespace has, but switched off.
 # Debian's minimal image has no `ip` to switch it on.
@@ -24,10 +27,14 @@ os.execvp(sys.argv[1], sys.argv[1:])
 AS_ROOT = () if os.geteuid() == 0 else ("--map-root-user",)
 NO_NETWORK = ("unshare", "--net", *AS_ROOT, sys.executable, "-c", WITH_LOOPBACK)
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+IN_CONFIG = "fake-key-of-a-tracker-08b1"
 SECRETS = {
     "FAKE_TOKEN": "fake-token-5d1c7e",
     "HF_TOKEN": "hf_fake2b9a41",
     "AWS_SECRET_ACCESS_KEY": "fake-key-91ff03",
+    "WANDB_API_KEY": "fake" * 10,
+    "MLFLOW_TRACKING_PASSWORD": "fake-password-16be20",
     "PIP_INDEX_URL": "https://reader:fake-password-77aa@example.org/simple",
 }
 
@@ -44,14 +51,29 @@ def no_network() -> tuple[str, ...]:
 
 
 def test_trains_with_no_network_interface_and_keeps_no_secret(
-    no_network: tuple[str, ...], run_dir: Path, small_corpus: Path
+    no_network: tuple[str, ...], run_dir: Path, small_corpus: Path, tmp_path: Path
 ) -> None:
-    config = "model_configs/cdrmix-core-tiny.yaml"
-    flags = ["--run-dir", str(run_dir), "--set", f"data.path={small_corpus}", "--max-steps", "3"]
+    service = {"use": "tests.trackers:Service", "options": {"api_key": IN_CONFIG, "project": "x"}}
+    values = parse_yaml((ROOT / CONFIG).read_text(), place=CONFIG)
+    values["data"]["path"] = str(small_corpus)
+    values["monitoring"] = {
+        "log_every_steps": 1,
+        "tracker_wait_seconds": 120,
+        "trackers": [*TRACKERS, service],
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(dump_yaml(values))
+    flags = ["--run-dir", str(run_dir), "--max-steps", "3"]
     done = launch(
-        ["launch/train.py", "--config", config, *flags], nproc=2, prefix=no_network, env=SECRETS
+        ["launch/train.py", "--config", config, *flags],
+        nproc=2,
+        prefix=no_network,
+        env={**SECRETS, "PYTHONPATH": str(ROOT), "HOME": "/dev/null"},
     )
     assert done.returncode == 0, done.stderr
+    assert "warning: tracker" not in done.stderr
+    for name in (*TRACKERS, "Service"):
+        assert (run_dir / "tracking" / name / "last_step").read_text() == "3", name
 
     steps = [
         json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -62,5 +84,5 @@ def test_trains_with_no_network_interface_and_keeps_no_secret(
     written = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written[Path("stdout")] = done.stdout.encode()
     written[Path("stderr")] = done.stderr.encode()
-    for name, secret in SECRETS.items():
+    for name, secret in {**SECRETS, "monitoring.trackers": IN_CONFIG}.items():
         assert not [path for path, text in written.items() if secret.encode() in text], name

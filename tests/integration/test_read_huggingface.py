@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cdrmix.corpus.build import make_tasks
 from cdrmix.corpus.recipe import load_recipe
 from cdrmix.corpus.source import SourceConfig
 from cdrmix.corpus.steps.read import count_shards, read_shard
 from cdrmix.corpus.task_run import Task
+from cdrmix.corpus.tasks import make_tasks
 from cdrmix.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="the [data] extra is not installed")

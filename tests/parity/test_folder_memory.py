@@ -21,7 +21,8 @@ from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 from tests.hf_models import make_folder
-from tools.benchmark.memory import (
+from tools.benchmark.memory import with_small_buckets
+from tools.benchmark.storages import (
     gradient_storages,
     host_storages,
     optimizer_storages,
@@ -29,7 +30,6 @@ from tools.benchmark.memory import (
     storages,
     total,
     weight_storages,
-    with_small_buckets,
     without,
 )
 

@@ -26,8 +26,11 @@ USERS_OF_DEEPSPEED = (
     *("runtime", "models/moe", "hf/build", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
-# log: what a terminal shows, below every other reader
-READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "log", "tools/mutate")
+# log: what a terminal shows, below every other reader; trackers: variables of their packages
+READERS_OF_ENVIRONMENT = (
+    *("runtime", "launch", "cluster", "log", "tools/mutate"),
+    "tracking/environment",
+)
 
 SOURCES = sources()
 

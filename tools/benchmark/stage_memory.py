@@ -21,15 +21,17 @@ from tools.benchmark.memory import (
     ACCUMULATION,
     PARTS,
     Case,
-    Storages,
-    gradient_storages,
     largest_block,
     make_config,
+    with_small_buckets,
+    wkv_form,
+)
+from tools.benchmark.storages import (
+    Storages,
+    gradient_storages,
     optimizer_storages,
     storages,
     total,
-    with_small_buckets,
-    wkv_form,
 )
 
 STAGED_CASES = (

@@ -40,7 +40,7 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
         if is_whole and source.chain_of_thought is not None:
             raise Unreadable("no fields for a chain of thought", f"a file of kind {file.kind}")
         rows = iter([(0, read_text(file, source))]) if is_whole else read_rows(file, source)
-        yield from _documents(rows, file.name, source, set_aside)
+        yield from documents_of(rows, file.name, source, set_aside)
     except Unreadable as error:
         set_aside(file.name, None, error.reason, error.detail)
     except OSError as error:
@@ -48,14 +48,14 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
         set_aside(file.name, None, reason, str(error))
 
 
-def _documents(
+def documents_of(
     rows: Rows, file: str, source: SourceConfig, set_aside: SetAside
 ) -> Iterator[Document]:
     """Makes documents of rows; sets aside those without a text of plain characters."""
     for row, value in rows:
         try:
             text, fields = text_and_metadata(value, source)
-            if _has_surrogates(text):
+            if has_surrogates(text):
                 if source.encoding_errors == "set_aside":
                     raise Unreadable("invalid unicode", "a lone surrogate")
                 text = text.encode(errors="surrogatepass").decode(errors="replace")
@@ -68,12 +68,13 @@ def _documents(
         for name, field in fields.items():
             is_short = isinstance(field, str) and len(field) <= _MAX_METADATA_CHARACTERS
             is_number = isinstance(field, bool | int | float)
-            if is_number or (is_short and not _has_surrogates(field)):
+            if is_number or (is_short and not has_surrogates(field)):
                 metadata[name] = field
         yield Document(text, f"{source.name}/{file}#{row}", source.name, source.domain, metadata)
 
 
-def _has_surrogates(text: str) -> bool:
+def has_surrogates(text: str) -> bool:
+    """Returns True if a text has half of a surrogate pair, which UTF-8 cannot hold."""
     if text.isascii():  # costs nothing, where encoding copies the text
         return False
     try:
@@ -117,7 +118,7 @@ def read_shard(
     if source.max_documents_per_second:
         values = paced(values, source.max_documents_per_second)
     try:
-        yield from _documents(enumerate(values), name, source, set_aside)
+        yield from documents_of(enumerate(values), name, source, set_aside)
     except Exception as error:
         if not _is_damage(error):
             raise

@@ -97,6 +97,8 @@ def test_a_command_is_kept_without_its_secrets() -> None:
         "--s=launch.environment.TOKEN=hush",
         "--set=launch.environment.TOKEN=hush",
         "--set= launch={environment: {TOKEN: hush}}",
+        "hooks=[{use: 'my:Hook', options: {inner: {Api-Key: hush}}}]",
+        "--set=monitoring={trackers: [{use: 'my:Tracker', options: {password: hush}}]}",
     ],
 )
 def test_a_value_is_left_out_however_its_key_is_written(word: str) -> None:

@@ -7,12 +7,14 @@ import pytest
 from cdrmix import cli
 from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.objectives import TermConfig
 from cdrmix.config.plugin import HookConfig
 from cdrmix.config.problems import field_paths
 from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdown
 from cdrmix.config.resuming_rules import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
 from cdrmix.config.section import Section
+from cdrmix.config.tracking import TrackerConfig
 from cdrmix.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -40,9 +42,20 @@ NEEDS = {
         for path in ENTRIES
         if path.startswith(f"{tier}.")
     },
+    "training.schedule_options": ["training.schedule=my_rates:Waves"],
+    "optimizer.options": ["optimizer.kind=my_optimizers:Lion"],
+    "model.mixer_options": ["model.mixers=[my_blocks:RunningMean*4]", "stage_b=null"],
     "stage_b.run": ["training.stage=b"],
+    "checkpoint.retention.options": ["checkpoint.retention.use=my_rules:Weekly"],
     **{path: ["training.stage=a"] for path in ENTRIES if path.startswith("model.mtp")},
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
+}
+# Key that an entry of a list must have.
+_REQUIRED = {
+    "evaluation.suites": "name: routing",
+    "hooks": "use: my_hooks:Noise",
+    "objectives.plugins": "use: my_losses:Confidence",
+    "monitoring.trackers": "use: wandb",
 }
 
 
@@ -58,6 +71,8 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
         "data.mixture.phases[]": MixturePhase,
         "evaluation.suites[]": SuiteConfig,
         "hooks[]": HookConfig,
+        "objectives.plugins[]": TermConfig,
+        "monitoring.trackers[]": TrackerConfig,
     }
     inner = {f"{path}.{key}" for path, section in lists.items() for key in section.model_fields}
     paths = {".".join(path) for path in field_paths(Config)}
@@ -71,10 +86,8 @@ def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
         path, _, key = entry.path.partition("[].")
-        required = {"evaluation.suites": "name: routing, ", "hooks": "use: my_hooks:Noise, "}.get(
-            path, ""
-        )
-        required = "" if required.startswith(f"{key}:") else required
+        needed = _REQUIRED.get(path)
+        required = f"{needed}, " if needed and not needed.startswith(f"{key}:") else ""
         override = f"{path}=[{{{required}{key}: {entry.example}}}]"
     assert load_config(REASON, [*NEEDS.get(entry.path, []), override])
 

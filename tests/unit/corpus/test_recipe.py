@@ -6,16 +6,8 @@ import pytest
 
 from cdrmix.config.load import config_hash, load_config, shipped
 from cdrmix.corpus.inspection import lineage
-from cdrmix.corpus.recipe import (
-    DEFAULT_STEPS,
-    STEPS,
-    identity,
-    load_recipe,
-    make_step,
-    passes,
-    recipe_yaml,
-    step_class,
-)
+from cdrmix.corpus.recipe import load_recipe, passes, recipe_yaml
+from cdrmix.corpus.recipe_steps import DEFAULT_STEPS, STEPS, identity, make_step, step_class
 from cdrmix.data.mixture import built_mixture
 from cdrmix.data.shards import TokenizerInfo, new_manifest
 from cdrmix.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from cdrmix.config.problems import alternatives
-from cdrmix.corpus.recipe import STEPS, step_class
+from cdrmix.corpus.recipe_steps import STEPS, step_class
 from cdrmix.corpus.steps.filter import PROFILES, RULES, FilterRule
 from cdrmix.corpus.steps.scrub import KINDS
 from tests.harness import ROOT

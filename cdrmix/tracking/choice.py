@@ -1,0 +1,84 @@
+"""The trackers that a configuration means, and what each needs to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from cdrmix.config.schema import Config
+from cdrmix.config.tracking import MlflowOptions, TrackerConfig, WandbOptions
+from cdrmix.errors import ConfigError
+from cdrmix.tracking.environment import has_wandb_key
+
+# Packages of each of ours, all of its extra.
+_PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+# File systems between hosts, on which the locks of SQLite cannot be relied on.
+_BETWEEN_HOSTS = (
+    *("afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
+    *("ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "sshfs", "wekafs"),
+)
+
+
+def trackers_of(config: Config) -> Sequence[TrackerConfig]:
+    """Returns the trackers that a run names, else TensorBoard where it is installed."""
+    named = config.monitoring.trackers
+    if named is not None:
+        return named
+    return (TrackerConfig(use="tensorboard"),) if find_spec("tensorboard") else ()
+
+
+def check_trackers(
+    trackers: Sequence[TrackerConfig],
+    place: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Refuses trackers that cannot work here, one to a line; a class of a user's is not imported.
+
+    Args:
+        place: run directory or folder of the copies; need not exist.
+        environment: variables that the run gets besides those of this process.
+    Raises:
+        ConfigError: if a package or the key of W&B is missing, or SQLite has no place.
+    """
+    problems = []
+    for tracker in trackers:
+        missing = [name for name in _PACKAGES.get(tracker.use, ()) if find_spec(name) is None]
+        if missing:
+            problems.append(
+                f"monitoring.trackers, {tracker.use}: needs the package {', '.join(missing)}. Try "
+                f"pip install 'cdrmix[{tracker.use}]', or leave the tracker out"
+            )
+        elif tracker.use == "wandb":
+            is_online = WandbOptions.model_validate(tracker.options).mode == "online"
+            if is_online and not has_wandb_key(environment or {}):
+                problems.append(
+                    "monitoring.trackers, wandb: mode = online needs the variable WANDB_API_KEY; a "
+                    "key elsewhere, such as in ~/.netrc, is not read. Set it, or take mode: offline"
+                )
+        elif tracker.use == "mlflow" and MlflowOptions.model_validate(tracker.options).uri is None:
+            kind = file_system(place)
+            if kind in _BETWEEN_HOSTS:
+                problems.append(
+                    f"monitoring.trackers, mlflow: {place} is on {kind}, whose locks SQLite cannot "
+                    "rely on. Give options.uri, an MLflow server, or leave the tracker out and "
+                    "make its copy on a local disk: cdrmix track RUN_DIR --to mlflow --out DIR"
+                )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def file_system(path: Path) -> str:
+    """Returns the type of the file system that a path is, or would be, on; empty if unknown."""
+    real = path.resolve()
+    # The last of several mounts at one place hides the others.
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    kinds = (mounts[place] for place in (real, *real.parents) if place in mounts)
+    return next(kinds, "").removeprefix("fuse.")

@@ -1,0 +1,125 @@
+"""The examples of docs/extending.md and docs/tracking.md, copied out of the pages and run."""
+
+from __future__ import annotations
+
+import json
+import mailbox
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cdrmix import cli
+from cdrmix.corpus.build import build_dataset
+from cdrmix.monitoring.sinks import read_metrics
+from tests.harness import ROOT, run_ranks
+from tests.small_run import CONFIG, STEPS, arguments, overrides, start
+
+# A block of Python, and what the page calls its file before or behind it.
+_BEFORE = re.compile(r"`(\w+\.py)`[^`]*?\n+```python\n(.*?)```", re.DOTALL)
+_BEHIND = re.compile(r"```python\n((?:(?!```).)*)```\s+in `(\w+\.py)`", re.DOTALL)
+
+
+def examples() -> dict[str, str]:
+    """Code of each example by the name of its file."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    found = dict(_BEFORE.findall(text))
+    text = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8")
+    return found | {name: code for code, name in _BEHIND.findall(text)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the examples in `plugins`."""
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    for name, code in examples().items():
+        (plugins / name).write_text(code, encoding="utf-8")
+    return tmp_path
+
+
+def test_every_example_has_a_file() -> None:
+    pages = [(ROOT / "docs" / name).read_text() for name in ("extending.md", "tracking.md")]
+    num_blocks = sum(page.count("```python\n") for page in pages)
+    assert len(examples()) == num_blocks
+    assert {"patience.py", "plain_words.py", "mails.py", "spaced.py", "my_trackers.py"} <= {
+        *examples()
+    }
+
+
+def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
+    folder: Path, small_corpus: Path
+) -> None:
+    config = folder / "run.yaml"
+    shutil.copy(ROOT / CONFIG, config)
+    run = folder / "run"
+    tracker = {"use": "my_trackers:CsvTracker", "options": {"key": "grad_norm"}}
+    rule = {"use": "spaced:Spaced", "options": {"every": 4}}
+    settings = {
+        "hooks": [{"use": "patience:Patience", "options": {"evaluations": 50}}],
+        "monitoring.trackers": [tracker],
+        "checkpoint.retention": rule,
+        "checkpoint.every_steps": 2,
+    }
+    words = overrides([f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    assert run_ranks(start, 1, arguments(small_corpus, run, *words, config=config)) == [0]
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["plugin/Patience/evaluations_without_gain"] for line in lines] == [0] * STEPS
+    [table] = run.rglob("grad_norm.csv")
+    steps = [int(row.split(",")[0]) for row in table.read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    kept = [int(each.name) for each in (run / "checkpoints").iterdir() if each.name.isdigit()]
+    assert {4, 8} <= {*kept} and not {2, 6} & {*kept}
+    # A run that goes on finds them, though nobody names the folder.
+    snapshot = yaml.safe_load((run / "config_snapshot.yaml").read_text())
+    assert snapshot["plugins"] == str(folder / "plugins")
+    records = json.loads(next((run / "starts").glob("*.json")).read_text())
+    assert {*records["plugins"]} == {
+        *("patience:Patience", "my_trackers:CsvTracker", "spaced:Spaced")
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_source_and_a_step_in_a_build(folder: Path, workers: int) -> None:
+    (folder / "mails").mkdir()
+    for name in ("first", "second"):
+        box = mailbox.mbox(folder / "mails" / f"{name}.mbox")
+        for number in range(12):
+            text = "Dear reader,  there is news of the harvest. " * 8 + f"{name} {number}"
+            box.add(f"Subject: {name} {number}\n\n{text}{'x' * 50 * (number == 3)}\n")
+        box.close()
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    recipe = {"tokenizer": {"vocab_size": 300}, "shards": {"validation_share": 0.3}}
+    for block in re.findall(r"```yaml\n((?:steps|sources):.*?)```", page, re.DOTALL):
+        recipe |= yaml.safe_load(block)
+    recipe["sources"][0]["options"]["folder"] = str(folder / "mails")  # type: ignore[index]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    built = build_dataset(folder / "recipe.yaml", folder / "out", workers=workers)
+    report = json.loads((folder / "out" / "report.json").read_text())
+    _, step, check = report["steps"]
+    assert step["dropped"] == {"a word too long": 2} and check["out"] == 22
+    assert built.splits["train"].tokens > 0
+    # Whatever the number of workers.
+    digests = {shard.stem: shard.bin.sha256 for shard in built.shards}
+    assert json.dumps(digests) == BUILT.setdefault("digests", json.dumps(digests))
+
+
+BUILT: dict[str, str] = {}  # by the first build of this process
+
+
+def test_the_table_shows_what_a_file_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = folder / "run.yaml"
+    shutil.copy(ROOT / CONFIG, config)
+    with config.open("a") as file:
+        file.write("hooks: [{use: 'patience:Patience'}, {use: 'patience:Patients', name: b}]\n")
+    assert cli.main(["plugins", "--config", str(config), "--json"]) == 2
+    told = capsys.readouterr()
+    right, wrong = json.loads(told.out)["named"]
+    assert right["key"] == "hooks[0]" and right["file"] == str(folder / "plugins" / "patience.py")
+    assert right["options"] == {"evaluations": "int = 3"} and len(right["sha256"]) == 64
+    assert "has no Patients. Did you mean Patience?" in wrong["error"]
+    assert "hooks[1]: patience:Patients" in told.err
