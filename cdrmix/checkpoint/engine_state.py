@@ -88,6 +88,11 @@ def fragments(
                     view = value.detach().narrow(0, piece.offset, piece.span.numel).float()
                     yield Fragment(piece.name, kind, piece.placement.shape, piece.span, view)
                 continue
+            if torch.is_tensor(value) and value.numel() != 1:
+                raise StateError(
+                    f"the optimizer keeps {kind!r} of the shape {tuple(value.shape)} in its state, "
+                    "neither of a parameter's shape nor one number: checkpoints cannot hold it"
+                )
             # In float64, which holds any count of steps; a float32 does up to 2**24.
             number = torch.tensor([float(value)], dtype=torch.float64)
             for piece in pieces:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cdrmix.config.hugging_face import sizes_of_folder
 from cdrmix.config.lora_targets import dropout_refused
@@ -20,7 +20,7 @@ from cdrmix.config.model_parts import (
     MtpConfig,
     RoutingMambaConfig,
 )
-from cdrmix.config.plugin import NamesPlugins, is_plugin
+from cdrmix.config.plugin import HashableDict, NamesPlugins, is_plugin
 from cdrmix.config.section import Section
 
 # Block types by the name that a schedule gives them, MODULE:CLASS: the one registration of a type.
@@ -109,7 +109,9 @@ class ModelConfig(Section):
     """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
     transformer, mamba, routing_mamba, or package.module:Name of yours; NAME*N stands for N layers.
     null: by the schedule."""
-    mixer_options: dict[str, dict[str, Any]] = {}
+    mixer_options: Annotated[dict[str, dict[str, Any]], AfterValidator(HashableDict)] = (
+        HashableDict()
+    )
     """Options of block types of yours, by the name that mixers gives each; they check them."""
     ffn_hidden_size: int = Field(ge=1)
     """Inner width of a dense feed-forward, of layers without experts (features); top_k *
@@ -273,7 +275,7 @@ class ModelConfig(Section):
                 "schedule": "interleave-x",
                 "transformer_fraction": 1.0,
                 "mixers": None,
-                "mixer_options": {},
+                "mixer_options": HashableDict(),
                 **dict.fromkeys(("mamba", "routing_mamba", "moe", "mod", "mtp")),
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ def is_plugin(name: str) -> bool:
 def label_of(name: str) -> str:
     """Returns the name of a user's class without its module; a name of ours as it is."""
     return name.partition(":")[2] or name
+
+
+class HashableDict(dict[str, Any]):
+    """Mapping of JSON values in a section that is a key of caches."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
 
 
 class NamesPlugins:

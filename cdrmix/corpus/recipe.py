@@ -343,7 +343,7 @@ def _plugin_problems(values: Any) -> list[Problem]:
             config = _valid(entry, section)
             try:
                 if isinstance(config, ValidatorConfig):
-                    make_plugin(config, DocumentStep, where="use")
+                    make_plugin(config, DocumentStep, where="")
                 elif isinstance(config, SourceConfig) and config.is_plugin:
                     source_plugin(config)
             except ConfigError as error:

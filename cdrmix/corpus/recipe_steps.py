@@ -137,7 +137,7 @@ def _read_plugin_step(
     if step is None:
         return None, problems
     try:
-        make_plugin(step, DocumentStep, where="use")
+        make_plugin(step, DocumentStep, where="")
     except ConfigError as error:
         problems.append(Problem(path, str(error)))
     values = step.model_dump()

@@ -54,7 +54,8 @@ class TextSource(ABC):
 def source_plugin(source: SourceConfig) -> TextSource:
     """Makes the source of a user's. Raises ConfigError if its class or options are wrong."""
     plugin = PluginConfig(use=source.type, options=source.options)
-    return make_plugin(plugin, TextSource, where=f"source '{source.name}'")
+    where = f"source '{source.name}'"
+    return make_plugin(plugin, TextSource, where=where, keys=("type", "options"))
 
 
 def parts_of(source: SourceConfig) -> list[tuple[str, Any]]:

@@ -1,10 +1,11 @@
 """Loss of Stage A as a combination of objectives, each a mean over its labels in the global batch.
 
     L = sum_o lambda_o / Z_o sum_{t in o} CE_t + c_z / Z sum_t lambda_o(t) log_total_t^2
-        + sum_k mu_k / Z_k sum_t CE(head_k, x_{t+k})
+        + sum_k mu_k / Z_k sum_t CE(head_k, x_{t+k}) + sum_p weight_p / count_p total_p
 
 Z_o is the number of labels of objective o, Z the sum of lambda_o Z_o, and Z_k the number of labels
-that are k tokens ahead (`model.mtp`), over all ranks and micro-steps. Factors on labels are of the
+that are k tokens ahead (`model.mtp`), over all ranks and micro-steps; totals and counts are those
+of a user's terms (`objectives.plugins`). Factors on labels are of the
 order of 1 (`Combination.factor`), and one common scale follows behind the loss: in fp16, gradients
 of a factor such as 1 / Z would vanish before DeepSpeed scales them.
 """
@@ -25,9 +26,12 @@ from cdrmix.data.remote import remote_files
 from cdrmix.data.token_dataset import Permutation
 from cdrmix.engines.further_labels import FurtherLabels, Predicts, further_names
 from cdrmix.engines.training_data import Corpus
+from cdrmix.engines.users_terms import UsersTerms, label_of, own_counts, term_names
 from cdrmix.log import get_logger
+from cdrmix.models.backbone import Scorer
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights, sum_weights
+from cdrmix.planning.plugins import terms_of
 
 logger = get_logger(__name__)
 
@@ -46,10 +50,11 @@ def weight_names(config: Config) -> tuple[str, ...]:
     """Names of the weights that ranks exchange before a step, in order.
 
     Labels of each kind; without the section `objectives`, `tokens`: all labels, or their weight.
-    Then labels of the tokens 2 to n, `mtp_2` to `mtp_n`, that `model.mtp` predicts.
+    Then labels of the tokens 2 to n, `mtp_2` to `mtp_n`, that `model.mtp` predicts, and what the
+    terms of a user's count.
     """
     of_next = ("tokens",) if config.objectives is None else KINDS
-    return (*of_next, *further_names(config))
+    return (*of_next, *further_names(config), *term_names(config))
 
 
 def own_weights(batch: Batch, config: Config) -> list[float]:
@@ -62,7 +67,7 @@ def own_weights(batch: Batch, config: Config) -> list[float]:
         return [float(sum_weights(labels, batch.get("weights"))), *map(float, further)]
     counted = batch["kinds"][labels != IGNORED_LABEL].long()
     counts = torch.bincount(counted, minlength=len(KINDS)).tolist()
-    return [float(count) for count in (*counts, *further)]
+    return [float(count) for count in (*counts, *further, *own_counts(batch, config))]
 
 
 def with_further_labels(batch: Batch, config: Config) -> Batch:
@@ -103,7 +108,8 @@ def describe_objectives(config: Config, corpus: Corpus) -> None:
     """Log the objectives of a run, and warn of those that its training data have no tokens of."""
     if config.objectives is None:
         return
-    weights = config.objectives.model_dump(exclude_none=True)
+    weights = config.objectives.model_dump(exclude_none=True, exclude={"plugins"})
+    weights |= {each.label: each.weight for each in config.objectives.plugins}
     parts = ", ".join(f"{name} {weight}" for name, weight in weights.items())
     logger.info("objectives: %s", parts)
     shards = [shard for shard in corpus.manifest.shards if shard.split == "train"]
@@ -144,6 +150,7 @@ class Combination:
 
     def __init__(self, config: Config, weights: Sequence[float], *, step: int) -> None:
         self._further = further_names(config)
+        self._terms = terms_of(config.objectives)
         mtp = config.model.mtp
         self._mus = () if mtp is None else further_weights(config.objectives, mtp, step)
         self._objectives = config.objectives
@@ -202,9 +209,25 @@ class Combination:
             segment_ids=micro_batch.get("segment_ids"),
         )
 
-    def metrics(self, nats: Sequence[float], squares: Sequence[float]) -> dict[str, float]:
+    @property
+    def num_terms(self) -> int:
+        """Terms of a user's."""
+        return len(self._terms)
+
+    def terms(self, micro_batch: Batch, head: Scorer) -> UsersTerms | None:
+        """Terms of a user's of a micro-batch under the head of the model; None: there are none."""
+        if not self._terms:
+            return None
+        counts = [self._counts[label_of(each)] for each, _ in self._terms]
+        weights = [each.weight for each, _ in self._terms]
+        factors = [self.factor(*pair) for pair in zip(weights, counts, strict=True)]
+        return UsersTerms(self._terms, factors, micro_batch, head)
+
+    def metrics(
+        self, nats: Sequence[float], squares: Sequence[float], totals: Sequence[float] = ()
+    ) -> dict[str, float]:
         """Metrics of a step, from the reported sums over the global batch: of the labels of each of
-        `KINDS` under `objectives`, and of each further token."""
+        `KINDS` under `objectives`, of each further token, and of each term of a user's."""
         first = len(nats) - len(self._further)
         sums = dict(zip(self._further, nats[first:], strict=True))
         further = {name: sums[name] / self._counts[name] for name in sums if self._counts[name]}
@@ -224,6 +247,10 @@ class Combination:
             square = sum(a * b for a, b in zip(self._lambdas, squares[:first], strict=True))
             metrics["objective/z_loss"] = square / (self._worth or 1.0)
             total += self._objectives.z_loss * metrics["objective/z_loss"]
+        for (each, _), sum_ in zip(self._terms, totals, strict=True):
+            if count := self._counts[label_of(each)]:
+                named[member_name("objective/*/loss", each.label)] = sum_ / count
+                total += each.weight * sum_ / count
         mus = dict(zip(self._further, self._mus, strict=True))
         total += sum(mus[name] * mean for name, mean in further.items())
         return metrics | named | {"objective/total": total}

@@ -74,8 +74,10 @@ _EVALUATED_SHARE = 0.07
 
 def _tokens_between(config: Config) -> int:
     """Most tokens that an evaluation between steps reads; where there is an average of the weights,
-    it reads them once more with that."""
-    share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
+    it reads them once more with that. Without an interval, a hook asks for it, as of the end."""
+    if config.evaluation.every_steps is None:
+        return config.evaluation.final_tokens
+    share = _EVALUATED_SHARE * config.evaluation.every_steps
     passes = 1 if config.training.ema_decay is None else 2
     return int(share * config.training.tokens_per_step) // passes
 
@@ -282,15 +284,17 @@ class Pretraining(Stage[Batch, StepResult]):
         training = run.config.training
         routing = routing_sums(run.config.model, result.routing, run.topology)
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        own = [result.nats.reshape(1).double().cpu(), result.parts.double().cpu(), routing]
+        sums = (result.nats.reshape(1), result.parts, result.totals)
+        own = [*(each.double().cpu() for each in sums), routing]
         totals = runtime.all_reduce_sum(torch.cat(own).to(runtime.device())).tolist()
         nats = totals[0]
         end = 1 + len(own[1])
-        parts = totals[1:end]
+        parts, of_terms = totals[1:end], totals[end : end + len(own[2])]
+        end += len(own[2])
         half = len(parts) // 2
         metrics = {
             "loss": nats / result.combination.tokens,
-            **result.combination.metrics(parts[:half], parts[half:]),
+            **result.combination.metrics(parts[:half], parts[half:], of_terms),
             # Of the step that was taken: its own loss is judged after this.
             "learning_rate": learning_rate(run.step - 1, training) * run.health.rate_scale,
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.engine_state import Partition
+from cdrmix.config.plugin import is_plugin
 from cdrmix.config.schema import Config
 from cdrmix.engines.run import JsonObject
 from cdrmix.engines.run_directory import PARAMETER_GROUPS, RunDirectory
@@ -21,7 +22,9 @@ from cdrmix.optimizers.adamw import adamw
 from cdrmix.optimizers.groups import muon
 from cdrmix.optimizers.muon import Muon, scale_factor
 from cdrmix.optimizers.muon_layout import Held
+from cdrmix.optimizers.users import users_optimizer
 from cdrmix.parallel.apply import logical_name_in
+from cdrmix.planning.plugins import optimizer_of
 
 logger = get_logger(__name__)
 
@@ -31,9 +34,13 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
     Raises:
         PlanError: if a parameter of the model is of no known part, and Muon would have to know it.
+        ConfigError: if an optimizer of a user's is other than it declares.
     """
     if config.optimizer.kind == "muon":
         return muon(model, config, logical_name_in(config.model))
+    of_user = optimizer_of(config.optimizer)
+    if of_user is not None:
+        return users_optimizer(model, config, of_user)
     return adamw(model, config.training)
 
 
@@ -145,6 +152,7 @@ def _rows(
     shapes = engine_state.model_shapes(engine, name)
     trained = {name(own) for own, p in engine.module.named_parameters() if p.requires_grad}
     seen: set[str] = set()
+    other = config.optimizer.kind if is_plugin(config.optimizer.kind) else "adamw"
     for part in engine_state.partitions(engine, name):
         is_muon = part.group.get("is_muon", False)
         bound = optimizer.matrices(part.master) if isinstance(optimizer, Muon) else ()
@@ -153,7 +161,7 @@ def _rows(
             seen.add(each)
             shape = shapes[each]
             row: JsonObject = {
-                "optimizer": "muon" if is_muon else "adamw",
+                "optimizer": "muon" if is_muon else other,
                 "group": part.group["name"],
                 "shape": list(shape),
             }
@@ -172,7 +180,7 @@ def record_groups(directory: RunDirectory, engine: Any, config: Config) -> None:
     path = directory.path / PARAMETER_GROUPS
     runtime.first_rank_does(lambda: write_json_atomic(path, table))
     counts = []
-    for kind in ("muon", "adamw"):
+    for kind in dict.fromkeys(("muon", "adamw", config.optimizer.kind)):
         rows = [row for row in table.values() if row["optimizer"] == kind]
         elements = sum(torch.Size(row["shape"]).numel() for row in rows)
         matrices = sum(row.get("matrices", 0) for row in rows)

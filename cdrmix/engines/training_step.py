@@ -16,6 +16,7 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.engines.combination import Batch, Combination, FurtherLabels
 from cdrmix.engines.routing import Routing, add_router_losses, of_step
+from cdrmix.engines.users_terms import UsersTerms
 from cdrmix.models.backbone import Output, Scorer
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.optimizers.schedule import group_rate
@@ -34,6 +35,7 @@ class MicroStep(NamedTuple):
     nats: Tensor
     parts: Tensor  # `HeadLoss.nats` and `HeadLoss.squares`, one after the other, detached
     routing: Routing
+    totals: Tensor  # of each term of a user's, detached
 
 
 def micro_step(
@@ -47,6 +49,7 @@ def micro_step(
     segment_ids: Tensor | None = None,
     weights: LabelWeights = ALL_ALIKE,
     further: FurtherLabels | None = None,
+    terms: UsersTerms | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
@@ -54,7 +57,7 @@ def micro_step(
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     known = (output, engine.module.embedding, labels, config, topology)
-    return loss(*known, nats_scale=nats_scale, weights=weights, further=further)
+    return loss(*known, nats_scale=nats_scale, weights=weights, further=further, terms=terms)
 
 
 def loss(
@@ -67,6 +70,7 @@ def loss(
     nats_scale: float,
     weights: LabelWeights = ALL_ALIKE,
     further: FurtherLabels | None = None,
+    terms: UsersTerms | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from the output of the backbone.
 
@@ -77,11 +81,16 @@ def loss(
             mean over all tokens.
         weights: of the labels, [B, T].
         further: tokens beyond the next one that are predicted too; None: no others.
+        terms: of a user's; None: there are none.
         output, embedding, config, topology: of this rank.
     """
     losses_of = partial(next_token_losses, embedding) if further is None else further.losses
     head = losses_of(output.hidden, labels, weights)
     loss = head.loss * nats_scale
+    totals = head.loss.new_zeros(0)
+    if terms is not None:
+        of_terms, totals = terms.losses(output.hidden)
+        loss = loss + of_terms * nats_scale
     num_tokens = labels.numel()
     loss, routing = add_router_losses(loss, output, config.model, topology, num_tokens=num_tokens)
     # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
@@ -89,7 +98,7 @@ def loss(
     # target's logit is minus infinity.
     nats = head.of_heads[0] if weights.sums is None else head.nats[: weights.sums.shape[-1]].sum()
     parts = torch.cat([head.nats, head.squares])
-    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, routing)
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats, parts, routing, totals)
 
 
 class StepResult(NamedTuple):
@@ -98,6 +107,7 @@ class StepResult(NamedTuple):
     # Summed cross-entropy of all micro-steps, scalar; zero where another rank counts these tokens.
     nats: Tensor
     parts: Tensor  # as of `MicroStep`, of all micro-steps; zeros likewise
+    totals: Tensor  # likewise
     combination: Combination
     routing: Routing  # of all micro-steps; nothing before the last pipeline stage
     seconds: float  # wall time, without the waits for data and for other ranks before it
@@ -145,6 +155,7 @@ def train_step(
                 segment_ids=inputs.get("segment_ids"),
                 weights=combination.label_weights(inputs),
                 further=combination.further_labels(inputs, engine.module),
+                terms=combination.terms(inputs, engine.module.embedding),
             )
             engine.backward(part.loss)
             engine.step()  # DeepSpeed clips and updates at the last micro-step alone
@@ -155,9 +166,15 @@ def train_step(
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     num_sums = 2 * combination.num_sums
     sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
+    totals = (
+        torch.stack([part.totals for part in parts]).sum(0)
+        if parts
+        else torch.zeros(combination.num_terms)
+    )
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
         parts=sums.to(engine.device) * float(topology.counts_tokens),
+        totals=totals.to(engine.device) * float(topology.counts_tokens),
         combination=combination,
         routing=of_step([part.routing for part in parts]),
         seconds=time.perf_counter() - began,
@@ -184,6 +201,7 @@ def _pass_through_stages(
             nats_scale=nats_scale,
             weights=combination.label_weights(inputs),
             further=combination.further_labels(inputs, pipeline.stage),
+            terms=combination.terms(inputs, pipeline.stage.embedding),
         )
         parts.append(part)
         return part.loss

@@ -30,7 +30,7 @@ from cdrmix.models.mixture_of_depths import RoutedState
 from cdrmix.objectives.language_model import IGNORED_LABEL, LabelWeights
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_losses
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import block_types
 
 
 class Window(NamedTuple):
@@ -85,7 +85,7 @@ def carries_state(config: ModelConfig) -> bool:
     """True if a mixer of the model hands on a state of a fixed size, which can be carried."""
     if config.kind != "rwkx":
         return False
-    return any(block_type(kind).carries_state for kind in config.layer_kinds())
+    return any(kind.carries_state for kind in block_types(config))
 
 
 @torch.no_grad()

@@ -154,6 +154,6 @@ def suite_of(name: SuiteName, *, where: str = "--suite") -> Suite:
         where: place of the name, for messages.
     """
     if is_plugin(name):
-        return make_plugin(PluginConfig(use=name), Suite, where=where)
+        return make_plugin(PluginConfig(use=name), Suite, where=where, keys=("", "options"))
     module, attribute = SUITES[name]
     return cast(Suite, getattr(import_module(module), attribute)())

@@ -20,32 +20,45 @@ from cdrmix.errors import ConfigError, DataError, TrainingError
 Kind = TypeVar("Kind")
 
 
-def make_plugin(plugin: PluginConfig, kind: type[Kind], *, where: str) -> Kind:
+def make_plugin(
+    plugin: PluginConfig,
+    kind: type[Kind],
+    *,
+    where: str,
+    keys: tuple[str, str] = ("use", "options"),
+) -> Kind:
     """Imports a class of a user's and makes its instance of the configured options.
 
     Args:
         kind: base class that it must have.
-        where: path of the section in the configuration, for messages.
+        where: path of the section in the configuration, for messages; empty: none.
+        keys: of the section, with the class and its options; empty: the section itself.
     Raises:
         ConfigError: if there is no such class, it is no `kind`, or it refuses the options.
     """
-    found = plugin_class(plugin.use, kind, where=f"{where}.use")
+    use, of_options = (".".join(filter(None, (where, key))) for key in keys)
+    found = plugin_class(plugin.use, kind, where=use)
+    if missing := getattr(found, "__abstractmethods__", None):
+        raise ConfigError(
+            f"{use}: {plugin.use} lacks {', '.join(sorted(missing))}, without which it cannot be "
+            f"planned or run: see {kind.__module__}.{kind.__qualname__}"
+        )
     options = getattr(found, "Options", None)
     if options is None:
         if plugin.options:
-            raise ConfigError(f"{where}.options: {plugin.use} takes none: it has no class Options")
-        return _made(plugin, found, where=where)
+            raise ConfigError(f"{of_options}: {plugin.use} takes none: it has no class Options")
+        return _made(plugin, found, where=use)
     assert issubclass(options, BaseModel), f"{plugin.use}.Options is no pydantic model"
     try:
-        made = options.model_validate(plugin.options)
+        made = options.model_validate(plugin.options, extra="forbid")
     except ValidationError as error:
         known = ", ".join(sorted(options.model_fields))
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"{where}.options{at and f'.{at}'}: {first['msg']} ({plugin.use} knows: {known})"
+            f"{of_options}{at and f'.{at}'}: {first['msg']} ({plugin.use} knows: {known})"
         ) from error
-    return _made(plugin, found, made, where=where)
+    return _made(plugin, found, made, where=use)
 
 
 def _made(plugin: PluginConfig, found: type[Kind], *options: BaseModel, where: str) -> Kind:

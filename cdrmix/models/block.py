@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.plugin import is_plugin
+from cdrmix.errors import ConfigError
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import MoEFeedForward, widened
 from cdrmix.models.rwkv7 import ChannelShift
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.blocks.routers import num_statistics, router_places
 
 NORM_EPS = 1e-6
@@ -32,6 +34,37 @@ class BlockState(NamedTuple):
     channel_last: Tensor | None  # last normalised input of a shifted feed-forward, [B, D]
 
 
+def make_mixer(config: ModelConfig, layer: int) -> Mixer:
+    """Makes the mixer of a layer, without initial values.
+
+    Raises ConfigError if that of a user's block type is not as its planning half says.
+    """
+    name = config.layer_kinds()[layer]
+    kind = layer_type(config, layer)
+    if not is_plugin(name):
+        mixer: Mixer = kind.module_class().of_layer(config, layer)
+        return mixer
+    where = f"model.mixers: {name}: {kind.module}"
+    try:
+        mixer = kind.module_class().of_layer(config, layer)
+    except Exception as error:  # any that code of a user's may raise
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(mixer, Mixer):
+        raise ConfigError(f"{where} makes no cdrmix.models.mixer.Mixer")
+    if not mixer.carries_state == kind.carries_state == (mixer.state_type is not None):
+        raise ConfigError(
+            f"{where}: its carries_state, that of the block type and state_type do not agree"
+        )
+    built = {f"mixer.{name}": tuple(each.shape) for name, each in mixer.named_parameters()}
+    listed = {each.name: each.shape for each in kind.parameters(config, layer)}
+    if list(built.items()) != list(listed.items()):
+        raise ConfigError(
+            f"{where} has the parameters {built}, and its block type lists {listed}: names, order "
+            "and shapes must agree"
+        )
+    return mixer
+
+
 def rms_norm(config: ModelConfig) -> nn.RMSNorm:
     """Makes a norm, [..., D] -> [..., D] of the same type, in float32 inside."""
     return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
@@ -42,12 +75,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> None:
         super().__init__()
-        kind = block_type(config.layer_kinds()[layer])
+        kind = layer_type(config, layer)
         self.config = config
         self.layer = layer
         self.num_statistics = num_statistics(config)  # of a row, S
         self.mixer_norm = rms_norm(config)
-        self.mixer: Mixer = kind.module_class().of_layer(config, layer)
+        self.mixer: Mixer = make_mixer(config, layer)
         self.ffn_norm = rms_norm(config)
         self.ffn_shift = ChannelShift(config, layer=layer) if kind.shifts_channels else None
         self.ffn: FeedForward | MoEFeedForward

@@ -6,17 +6,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cdrmix.config.plugin import is_plugin
 from cdrmix.config.schema import TrainingConfig
+from cdrmix.planning.plugins import checked_rate, schedule_of
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Learning rate of a step, numbered from 0: linear warm-up, then `training.schedule`.
+    """Learning rate of a step, numbered from 0: linear warm-up, then `training.schedule`, or all
+    of it by a schedule of a user's.
 
     A function of the step alone: a resumed run needs no state of it. Until the cooldown, `wsd` and
     `infinite` do not depend on the length of the run, which may be extended. The cooldown falls by
     1 - sqrt of its share that is over (Hägele et al., arXiv 2405.18392); `infinite` is that of
     Ibrahim et al., arXiv 2403.08763, whose first fall is a cosine.
     """
+    if is_plugin(training.schedule):
+        return checked_rate(schedule_of(training), step, training)
     peak = training.learning_rate
     lowest = training.min_learning_rate
     warmup = training.warmup_steps

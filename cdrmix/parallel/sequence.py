@@ -31,7 +31,7 @@ from cdrmix.models.block import Block
 from cdrmix.models.rwkv7 import TokenShift
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.blocks.block_type import SequenceForm, block_type
+from cdrmix.planning.blocks.block_type import SequenceForm, layer_type
 from cdrmix.planning.layout import ELEMENT_BYTES
 
 
@@ -41,7 +41,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
         return
     parts = topology.degrees.sequence
     part = SequencePart(topology.sequence_group, parts, index=topology.data_rank % parts)
-    form = block_type(block.config.layer_kinds()[block.layer]).sequence_form(
+    form = layer_type(block.config, block.layer).sequence_form(
         config.model,
         sequence_length=config.training.sequence_length,
         sequence=parts,

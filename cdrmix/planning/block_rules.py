@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cdrmix.config.model import BLOCK_TYPES
+from cdrmix.config.plugin import is_plugin
 from cdrmix.planning.blocks.block_type import block_type
-from cdrmix.planning.layout import AXES, Combination
+from cdrmix.planning.layout import Combination
 from cdrmix.planning.rule import THIS_VERSION, UNAVAILABLE, Rule
 from cdrmix.planning.stages import stages_without_experts
 
@@ -15,26 +15,34 @@ def _refusals(combination: Combination, axis: str) -> list[str]:
     if model.kind == "hf" or getattr(combination.degrees, axis) == 1:
         return []
     refused = []
-    for name in dict.fromkeys(model.layer_kinds()):
-        kind = block_type(name)
+    kinds = model.layer_kinds()
+    for name in dict.fromkeys(kinds):
+        kind = block_type(name, model)
         reason = kind.refused_axes.get(axis)
         if reason is None and axis == "sequence" and not kind.is_exchanged(model):
             reason = "it has no exchange, so that each rank would see its own tokens alone"
+        if reason is None and axis == "tensor" and is_plugin(name):
+            parameters = kind.parameters(model, kinds.index(name))
+            if all(each.cut is None for each in parameters):
+                reason = "none of its parameters says where it is cut"
         if reason is not None:
             refused.append(f"{name} ({reason})")
     return refused
 
 
-def _of_axis(axis: str) -> Rule:
+def _of_axes(*axes: str) -> Rule:
+    def found(combination: Combination) -> list[str]:
+        return [axis for axis in axes if _refusals(combination, axis)]
+
     def message(combination: Combination) -> str:
+        axis = found(combination)[0]
         return (
             f"parallel.{axis} = {getattr(combination.degrees, axis)} with blocks of the type "
             f"{', '.join(_refusals(combination, axis))} is {UNAVAILABLE}. Try parallel.{axis} = 1"
         )
 
-    return Rule(
-        f"block-types-with-{axis}-unavailable", lambda x: _refusals(x, axis), message, THIS_VERSION
-    )
+    name = axes[0] if len(axes) == 1 else "other-axes"
+    return Rule(f"block-types-with-{name}-unavailable", found, message, THIS_VERSION)
 
 
 def _without_adapters(combination: Combination) -> list[str]:
@@ -42,7 +50,9 @@ def _without_adapters(combination: Combination) -> list[str]:
     config, model = combination.config, combination.model
     if model.kind == "hf" or config.stage_b is None or config.training.stage == "a":
         return []
-    return [kind for kind in dict.fromkeys(model.layer_kinds()) if not block_type(kind).adapted]
+    return [
+        name for name in dict.fromkeys(model.layer_kinds()) if not block_type(name, model).adapted
+    ]
 
 
 def _stages_without_experts(combination: Combination) -> list[int]:
@@ -54,11 +64,9 @@ def _stages_without_experts(combination: Combination) -> list[int]:
 
 
 BLOCK_RULES = (
-    *(
-        _of_axis(axis)
-        for axis in AXES
-        if axis == "sequence" or any(axis in block_type(kind).refused_axes for kind in BLOCK_TYPES)
-    ),
+    _of_axes("tensor"),
+    _of_axes("sequence"),
+    _of_axes("data", "pipeline", "expert"),  # that a user's type may refuse
     Rule(
         "block-types-in-stage-b-unavailable",
         _without_adapters,

@@ -23,6 +23,7 @@ from cdrmix.planning.depth import share_of_tokens
 from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.muon import muon_matrices, newton_schulz_flops_per_step
+from cdrmix.planning.plugins import terms_of
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
@@ -98,6 +99,9 @@ class CostModel:
         forward = sum(self.layer_flops) + self.flops_above
         # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
         self.passes = self.counts.train_flops_per_token / forward
+        self.flops_above += sum(
+            int(term.flops_per_token(self.model)) for _, term in terms_of(config.objectives)
+        )
         self.muon_elements = muon_matrices(config)[1]
         self.newton_schulz = newton_schulz_flops_per_step(config)
         self.peak = cluster.peak_flops[self.training.precision]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.planning.adapters import trained_parameters
-from cdrmix.planning.blocks.block_type import block_type, block_types
+from cdrmix.planning.blocks.block_type import block_types, layer_type
 from cdrmix.planning.blocks.feed_forward import feed_forward_parameters, linears
 from cdrmix.planning.depth import depth_flops, depth_parameters
 from cdrmix.planning.folder_model import folder_model
@@ -122,7 +122,7 @@ def further_parameters(model: ModelConfig) -> Iterator[Parameter]:
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     """Every parameter of a block of RWKX-V in the order of the module, named from the block on."""
     width = model.hidden_size
-    kind = block_type(model.layer_kinds()[layer])
+    kind = layer_type(model, layer)
     yield Parameter("mixer_norm.weight", (width,), "norms")
     yield from kind.parameters(model, layer)
     yield Parameter("ffn_norm.weight", (width,), "norms")
@@ -280,7 +280,7 @@ def stage_b_params(
 
 def _adapted_matrices(model: ModelConfig, layer: int) -> Iterator[tuple[int, int]]:
     """(input, output) features of the linear layers of a block that have plastic adapters."""
-    names = [f"mixer.{name}.weight" for name in block_type(model.layer_kinds()[layer]).adapted]
+    names = [f"mixer.{name}.weight" for name in layer_type(model, layer).adapted]
     if not model.has_experts(layer):
         names += [f"ffn.{name}.weight" for name in linears(model)]
     for parameter in block_parameters(model, layer):

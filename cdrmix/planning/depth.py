@@ -13,7 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.planning.blocks.block_type import FLOAT32_BYTES, PerToken, Setting, block_type
+from cdrmix.planning.blocks.block_type import FLOAT32_BYTES, PerToken, Setting, layer_type
 from cdrmix.planning.parameter import Parameter
 
 # Sums over the tokens of a micro-batch that `DepthRouter.forward` gives, in this order.
@@ -95,7 +95,7 @@ def saved_by_routing(setting: Setting, layer: int) -> tuple[int, float, PerToken
     taken = stream + setting.element_bytes
     if setting.device == "cpu" and setting.element_bytes < FLOAT32_BYTES:
         taken += stream  # its input, of which torch's CPU norm saves copies in float32
-    mixes = block_type(model.layer_kinds()[layer]).passes_v_first  # v_first of these tokens
+    mixes = layer_type(model, layer).passes_v_first  # v_first of these tokens
     copies = 0  # in float32, of what scores and logits are products with
     if setting.element_bytes < FLOAT32_BYTES:
         last = model.mod.predictor_hidden if model.mod.mode == "topk" else 0

@@ -35,6 +35,7 @@ from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
 from cdrmix.planning.muon import ROUND_ELEMENTS, WORKING_BYTES, matrices_of, takes_muon
+from cdrmix.planning.plugins import optimizer_of, terms_of
 from cdrmix.planning.stages import boundary_values
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
@@ -73,6 +74,8 @@ class MemoryModel:
         # group, elements, True if they are split over ranks: in the order of the model
         self._parameters: list[tuple[Group, int, bool]] = []
         self._frozen: list[int] = []  # elements of each parameter beside the adapters
+        self._of_user = optimizer_of(config.optimizer)
+        self._terms = [term for _, term in terms_of(config.objectives)]
         self._of_muon: dict[Group, int] = {}  # elements of the largest matrix
         experts = Counter[int | None]()  # elements by layer
         # elements by group, whole or split; by block, or by name outside the blocks
@@ -134,6 +137,8 @@ class MemoryModel:
         degrees = layout.degrees
         states = self._states(layout, stage)
         activations = self.activations.on_stage(layout, stage)
+        if stage == degrees.pipeline - 1:
+            activations += self._of_terms(layout)
         buffers = self._buffers(layout, stage, activations)
         steps = layout.gradient_accumulation_steps
         if layout.zero_stage == 2 and not self._is_bf16 and steps > 1:
@@ -165,6 +170,12 @@ class MemoryModel:
         # newest checkpoint is whole before an older one goes.
         kept = 1 + tiers.memory.keep if tiers.memory is not None and has_memory_tier else 0
         return 2 * has_copy, kept
+
+    def _of_terms(self, layout: Layout) -> int:
+        """Bytes that a user's terms of the loss keep of a micro-batch."""
+        size = self.element_bytes
+        each = (term.saved_bytes_per_token(self.model, size) for term in self._terms)
+        return int(sum(each) * self.activations.tokens(layout))
 
     def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         """Elements of each group on a rank of a stage; the tied embedding is on both ends."""
@@ -244,11 +255,14 @@ class MemoryModel:
         """Bytes of masters and optimizer state of so many elements in flat partitions.
 
         float32 master and momentum of Muon; master, mean and square of AdamW, which counts its
-        steps in a tensor of each partition; and the average of the masters where one is kept.
+        steps in a tensor of each partition; master and what an optimizer of a user's declares; and
+        the average of the masters where one is kept.
         """
         average = 0 if self.config.training.ema_decay is None else 4 * elements
         if group in self._of_muon:
             return 8 * elements + average
+        if self._of_user is not None:
+            return 4 * elements + average + self._of_user.state_bytes(elements, partitions)
         return 12 * elements + average + 4 * partitions
 
     def _neuron_bytes(self, degrees: Degrees, held: dict[Group, int]) -> int:

@@ -13,6 +13,7 @@ Part = Literal[
     "attention",
     "mamba",
     "mamba_experts",
+    "mixer",  # of a user's block type
     "feed_forward",
     "router",
     "depth_router",

@@ -19,6 +19,7 @@ from cdrmix.planning.fine_tuning import training_reason, warnings_of
 from cdrmix.planning.layout import ELEMENT_BYTES, Combination, Degrees
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
+from cdrmix.planning.plugin_checks import check_plugins
 from cdrmix.planning.search import combinations, search
 from cdrmix.planning.text_page import size_text
 
@@ -43,6 +44,7 @@ def check_legal(
     `device` ("cpu" or "cuda") rules about it are left out. Raises PlanError with all reasons if the
     run is impossible on these ranks.
     """
+    check_plugins(config)
     # the shape of the cluster is unknown here, so that all ranks count as one node
     found = combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
     legal = list(found)
@@ -60,6 +62,7 @@ def check_legal(
 
 def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> list[Plan]:
     """Returns every legal plan on a cluster, best first; raises PlanError if there is none."""
+    check_plugins(config)
     plans = search(config, cluster, profile=profile)
     _check_some_are_legal(plans, config, cluster.world_size, profile, cluster.device)
     return plans

@@ -156,8 +156,9 @@ def _run_settings(combination: Combination, layout: Layout) -> dict[str, Any]:
         "gradient_clipping": training.gradient_clipping,
     }
     if combination.config.optimizer.kind == "muon":
-        # It clips what AdamW trains by itself, and to DeepSpeed it is an optimizer of the user's.
+        # It clips what AdamW trains by itself.
         settings["gradient_clipping"] = 0.0
+    if combination.config.optimizer.kind != "adamw":
         settings["zero_allow_untested_optimizer"] = True
     if training.precision == "bf16":
         settings["bf16"] = {"enabled": True}

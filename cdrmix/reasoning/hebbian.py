@@ -30,7 +30,7 @@ from cdrmix.models.block import Block, BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.initialize import normal_
 from cdrmix.parallel.frozen_stages import mean_over_layers
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.blocks.feed_forward import linears
 from cdrmix.reasoning.fast_weights import (
     FastWeights,
@@ -171,7 +171,7 @@ def _adapted(backbone: Backbone) -> Iterator[tuple[str, nn.Linear]]:
     for block in backbone.blocks:
         if not isinstance(block, Block):  # of another pipeline stage
             continue
-        kind = block_type(backbone.config.layer_kinds()[block.layer])
+        kind = layer_type(backbone.config, block.layer)
         names = [f"mixer.{name}" for name in kind.adapted]
         if isinstance(block.ffn, FeedForward):
             names += [f"ffn.{name}" for name in linears(backbone.config)]

@@ -34,6 +34,7 @@ from cdrmix.engines.tiers_of_run import fetch_resumed, find_in_tiers
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
+from cdrmix.models.mixer_trial import try_mixers
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
@@ -178,6 +179,8 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     if source is not None and runtime.rank() == 0:
         warn_of_rewarming(config, source)
     runtime.first_rank_does(lambda: describe_objectives(config, corpus))
+    segments = config.data.segment_documents
+    runtime.first_rank_does(lambda: try_mixers(config.model, segments_documents=segments))
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")

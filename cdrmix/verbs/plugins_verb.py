@@ -76,6 +76,8 @@ def add_plugins(verbs: Verbs) -> None:
 def extension_points() -> list[ExtensionPoint]:
     """Returns all keys that take a class of a user's."""
     from cdrmix.config.evaluation import SUITE_NAMES
+    from cdrmix.config.model import BLOCK_TYPES
+    from cdrmix.config.schema import SCHEDULES
     from cdrmix.config.tracking import TRACKERS
     from cdrmix.corpus.recipe_steps import STEPS
 
@@ -87,6 +89,27 @@ def extension_points() -> list[ExtensionPoint]:
             "a copy of the metrics elsewhere",
             "cdrmix.tracking:Tracker",
             TRACKERS,
+        ),
+        ExtensionPoint(
+            "model.mixers",
+            "a block type",
+            "cdrmix.planning.blocks.block_type:BlockType",
+            tuple(BLOCK_TYPES),
+        ),
+        ExtensionPoint(
+            "objectives.plugins", "a term of the loss", "cdrmix.planning.plugins:LossTerm"
+        ),
+        ExtensionPoint(
+            "optimizer.kind",
+            "an optimizer",
+            "cdrmix.planning.plugins:OptimizerType",
+            ("adamw", "muon"),
+        ),
+        ExtensionPoint(
+            "training.schedule",
+            "learning rates by step",
+            "cdrmix.planning.plugins:Schedule",
+            SCHEDULES,
         ),
         ExtensionPoint(
             "evaluation.suites",
@@ -188,9 +211,9 @@ def _print(
 ) -> None:
     """Prints the tables for a person; errors are told behind them."""
     rows = []
-    for each in extension_points():
-        rows += [(each.key, f"{each.what}; a class made of {each.base}")]
-        rows += [("", f"ours: {', '.join(each.ours)}")] * bool(each.ours)
+    for point in extension_points():
+        rows += [(point.key, f"{point.what}; a class made of {point.base}")]
+        rows += [("", f"ours: {', '.join(point.ours)}")] * bool(point.ours)
     _print_table(("key", "what it takes"), rows)
     if config is not None:
         folder = getattr(config, "plugins", None) or "no folder `plugins` beside it"

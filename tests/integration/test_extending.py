@@ -14,6 +14,7 @@ import yaml
 from cdrmix import cli
 from cdrmix.corpus.build import build_dataset
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.monitoring.suite_results import read_results
 from tests.harness import ROOT, run_ranks
 from tests.small_run import CONFIG, STEPS, arguments, overrides, start
 
@@ -44,9 +45,14 @@ def test_every_example_has_a_file() -> None:
     pages = [(ROOT / "docs" / name).read_text() for name in ("extending.md", "tracking.md")]
     num_blocks = sum(page.count("```python\n") for page in pages)
     assert len(examples()) == num_blocks
-    assert {"patience.py", "plain_words.py", "mails.py", "spaced.py", "my_trackers.py"} <= {
-        *examples()
-    }
+    assert {
+        "patience.py",
+        "plain_words.py",
+        "mails.py",
+        "spaced.py",
+        "my_trackers.py",
+        "weights.py",
+    } <= {*examples()}
 
 
 def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
@@ -62,6 +68,9 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
         "monitoring.trackers": [tracker],
         "checkpoint.retention": rule,
         "checkpoint.every_steps": 2,
+        "evaluation.suites": [{"name": "weights:Weights", "every_steps": 4}],
+        "evaluation.suites_share": 1.0,
+        "evaluation.best_by": "Weights/all/mean_power",
     }
     words = overrides([f"{key}={json.dumps(value)}" for key, value in settings.items()])
     assert run_ranks(start, 1, arguments(small_corpus, run, *words, config=config)) == [0]
@@ -72,12 +81,15 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     assert steps == list(range(1, STEPS + 1))
     kept = [int(each.name) for each in (run / "checkpoints").iterdir() if each.name.isdigit()]
     assert {4, 8} <= {*kept} and not {2, 6} & {*kept}
+    (result,) = [each for each in read_results(run) if each.step == STEPS]
+    assert result.suite == "Weights" and result.settings["suite"] == "weights:Weights"
+    assert lines[3]["suite/Weights/all/mean_power"] > 0
     # A run that goes on finds them, though nobody names the folder.
     snapshot = yaml.safe_load((run / "config_snapshot.yaml").read_text())
     assert snapshot["plugins"] == str(folder / "plugins")
     records = json.loads(next((run / "starts").glob("*.json")).read_text())
     assert {*records["plugins"]} == {
-        *("patience:Patience", "my_trackers:CsvTracker", "spaced:Spaced")
+        *("patience:Patience", "my_trackers:CsvTracker", "spaced:Spaced", "weights:Weights")
     }
 
 

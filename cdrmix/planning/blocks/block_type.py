@@ -9,14 +9,19 @@ knows no type by its name.
 from __future__ import annotations
 
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
+from pydantic import BaseModel
+
 from cdrmix.config.model import BLOCK_TYPES, ModelConfig
 from cdrmix.config.model_parts import RoutingMambaConfig
+from cdrmix.config.plugin import PluginConfig
+from cdrmix.hooks.plugin import make_plugin
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.parameter import Parameter
 
@@ -75,6 +80,11 @@ class BlockType(ABC):
     adapted: ClassVar[tuple[str, ...]] = ()
     # axes of parallelism that the type cannot run on yet, each with the reason
     refused_axes: ClassVar[Mapping[str, str]] = {}
+    # of a user's type: what model.mixer_options may give it
+    Options: ClassVar[type[BaseModel] | None] = None
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options  # instance of `Options`, checked
 
     @abstractmethod
     def parameters(self, model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -146,9 +156,21 @@ class BlockType(ABC):
         return _found(self.module)
 
 
+def block_type(name: str, model: ModelConfig | None = None) -> BlockType:
+    """Block type of a name: a registered one, or a user's with its options of `model`.
+
+    Raises ConfigError if a user's class cannot be imported, lacks a part or refuses its options.
+    """
+    options = {} if model is None else model.mixer_options.get(name, {})
+    return _made(name, json.dumps(options, sort_keys=True) if options else "{}")
+
+
 @cache
-def block_type(name: str) -> BlockType:
-    """Block type registered under a name."""
+def _made(name: str, options: str) -> BlockType:
+    if name not in BLOCK_TYPES:
+        plugin = PluginConfig(use=name, options=json.loads(options))
+        keys = ("mixers", f"mixer_options.{name}")
+        return make_plugin(plugin, BlockType, where="model", keys=keys)
     found = _found(BLOCK_TYPES[name])
     assert issubclass(found, BlockType), f"{BLOCK_TYPES[name]} is no block type"
     made: BlockType = found()
@@ -157,12 +179,17 @@ def block_type(name: str) -> BlockType:
 
 def block_types(model: ModelConfig) -> list[BlockType]:
     """Block type of each layer from the input."""
-    return [block_type(kind) for kind in model.layer_kinds()]
+    return [block_type(kind, model) for kind in model.layer_kinds()]
+
+
+def layer_type(model: ModelConfig, layer: int) -> BlockType:
+    """Block type of a layer, from 0 at the input."""
+    return block_type(model.layer_kinds()[layer], model)
 
 
 def is_v_first_made(model: ModelConfig, layer: int) -> bool:
     """True if a block before `layer` makes v_first."""
-    return any(block_type(kind).passes_v_first for kind in model.layer_kinds()[:layer])
+    return any(block_type(kind, model).passes_v_first for kind in model.layer_kinds()[:layer])
 
 
 def _found(path: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import layer_type
 
 RouterPart = Literal["mixer", "ffn"]
 NUM_TOTALS = 3  # sums that are of no expert
@@ -29,9 +29,8 @@ class RouterPlace(NamedTuple):
 def router_places(model: ModelConfig, layers: Sequence[int] | None = None) -> list[RouterPlace]:
     """Routers of some layers of RWKX-V, of all by default, in the order of their rows."""
     places = []
-    kinds = model.layer_kinds()
     for layer in range(model.num_layers) if layers is None else layers:
-        of_mixer = block_type(kinds[layer]).router_sizes(model)
+        of_mixer = layer_type(model, layer).router_sizes(model)
         if of_mixer is not None:
             places.append(RouterPlace(layer, "mixer", of_mixer))
         if model.has_experts(layer):

@@ -90,6 +90,32 @@ def test_a_run_its_checkpoint_and_its_export_have_the_same_scores(
     assert not (export / "evaluations").exists()
 
 
+def test_a_suite_of_a_users_has_the_name_of_its_class(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cdrmix_counts.py").write_text(
+        "from cdrmix.monitoring.suite_results import Row\n"
+        "class Counts:\n"
+        "    options = {'text': 'what is scored'}\n"
+        "    def check(self, request): pass\n"
+        "    def measure(self, judged, request):\n"
+        "        return judged.result('../x', [Row('a', 'b', 1.0, None, None, 1)])\n"
+        "class NoSuite:\n    pass\n"
+    )
+    flags = ("--suite", "cdrmix_counts:Counts", "--plugins", tmp_path)
+    found = evaluated(run, *flags, capsys=capsys)
+    assert (found["suite"], found["settings"]["suite"]) == ("Counts", "cdrmix_counts:Counts")
+    assert len(found["settings"]["code"]) == 64
+    assert [each.step for each in read_results(run) if each.suite == "Counts"] == [9]
+    no_suite = ("--suite", "cdrmix_counts:NoSuite", "--plugins", tmp_path)
+    told = refused(run, *no_suite, capsys=capsys)
+    assert "--suite: cdrmix_counts:NoSuite is no class made of cdrmix.evaluation.suite" in told
+    told = refused(run, *flags, "--branches", capsys=capsys)
+    assert "--branches goes with --suite reasoning" in told
+    told = refused(run, "--plugins", tmp_path / "none", capsys=capsys)
+    assert "there is no such folder" in told
+
+
 def test_another_checkpoint_is_named_by_its_step(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,11 @@ SPANS = (
 )
 MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
 ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
+WINDOWS = ("model.mixers=['tests.plugins:Window*4']",)
+WHOLE = ("model.mixers=['tests.plugins:WholeWindow*4']",)
+LENGTH, CONFIDENCE = (
+    f"objectives.plugins=[{{use: tests.plugins:{name}}}]" for name in ("Length", "Confidence")
+)
 ROUTING = "evaluation.suites=[{name: routing}]"
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
@@ -187,6 +192,23 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "block-types-with-sequence-unavailable",
         layout(*MAMBA, data=2, sequence=2),
         layout(*MAMBA, data=2),
+    ),
+    (
+        "block-types-with-other-axes-unavailable",
+        layout(*WINDOWS, data=2, expert=2),
+        layout(*WINDOWS, data=2),
+    ),
+    ("block-types-with-tensor-unavailable", layout(*WHOLE, tensor=2), layout(*WINDOWS, tensor=2)),
+    (
+        "optimizer-of-whole-vectors",
+        layout("optimizer.kind=tests.plugins:Whole", data=2),
+        layout("optimizer.kind=tests.plugins:HeavyBall", data=2),
+    ),
+    ("terms-with-tensor-unavailable", layout(LENGTH, tensor=2), layout(LENGTH, data=2)),
+    (
+        "terms-of-several-tokens-with-sequence",
+        layout(CONFIDENCE, data=2, sequence=2),
+        layout(LENGTH, data=2, sequence=2),
     ),
     ("stage-without-blocks", layout(pipeline=5), layout(pipeline=4)),
     (

@@ -78,6 +78,18 @@ def test_what_a_suite_lacks_is_told_before_the_start(
     assert "evaluation.execute_code = false" in refusal(code, PlanError)
 
 
+def test_classes_that_are_not_there_are_told_before_the_start(data: Path) -> None:
+    config = small(
+        data,
+        "evaluation.suites=[{name: 'no_such_module:Suite'}]",
+        "checkpoint.retention={use: 'no_such_module:Rule'}",
+    )
+    suite, rule = sorted(refusal(config, ConfigError).splitlines(), reverse=True)
+    assert suite.startswith("evaluation.suites: no_such_module:Suite: no_such_module cannot be")
+    assert rule.startswith("checkpoint.retention.use: no_such_module:Rule: no_such_module cannot")
+    assert "put its file into" in suite
+
+
 def test_a_start_that_can_become_a_run_is_let_through(data: Path, tmp_path: Path) -> None:
     check(small(data), run_dir=tmp_path / "a" / "run")
     assert not (tmp_path / "a").exists(), "a check writes nothing"

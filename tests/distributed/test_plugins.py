@@ -1,0 +1,168 @@
+"""Blocks, schedules, optimizers and terms of a user's on real ranks: equal to one process, saved,
+resumed, evaluated, and refused where they cannot be exported."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.cli import main
+from cdrmix.cluster.start_records import read_start_records
+from cdrmix.monitoring.metrics import deterministic_part
+from cdrmix.monitoring.sinks import read_metrics
+from tests import layouts
+from tests.harness import ROOT, run_ranks
+from tests.layouts import TOLERANCE, Case, Trained, deviation, distance
+from tests.small_run import STEPS, arguments, before_step, overrides, start
+
+OURS = "tests.plugins:"
+TERMS = [
+    {"use": f"{OURS}Length", "weight": 0.5},
+    {"use": f"{OURS}Confidence", "weight": 0.1, "name": "bold"},
+]
+# All four kinds at once: a block with options, between blocks of ours.
+CASE = Case(
+    data=2,
+    accumulation=2,
+    profile="zero2",
+    moe=False,
+    objectives=True,
+    model={
+        "mixers": ["rwkv", f"{OURS}Window*2", "transformer"],
+        "mixer_options": {f"{OURS}Window": {"tokens": 3}},
+    },
+    training={
+        "schedule": f"{OURS}Waves",
+        "schedule_options": {"period_steps": 4},
+        "learning_rate": 0.05,
+    },
+    settings={"kind": f"{OURS}HeavyBall"},
+)
+
+
+def train(case: Case) -> tuple[list[float], list[float], list[Any], list[Any]]:
+    """What a rank does: `layouts.train` with terms in the loss."""
+    from cdrmix.engines import combination
+
+    layouts.OBJECTIVES["plugins"] = TERMS
+    if case.broken == "mean of a rank":
+        exact = combination.own_counts
+
+        def local(batch: dict[str, Any], config: Any) -> list[float]:
+            half = {name: each[: len(each) // 2] for name, each in batch.items()}
+            return [2 * count for count in exact(half, config)]
+
+        combination.own_counts = local
+    # For this file's own fault, which `layouts.plant` does not know.
+    return layouts.train(replace(case, broken=""))
+
+
+def trained(case: Case) -> Trained:
+    ranks = run_ranks(train, case.world_size, case, timeout=120)
+    losses, norms, *_ = ranks[0]
+    return Trained(losses, norms, layouts._whole([rank[2] for rank in ranks]), {})
+
+
+@functools.cache
+def reference() -> Trained:
+    return trained(CASE.in_one_process())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, data=1, pipeline=2, profile="pipeline"),
+        replace(CASE, accumulation=1, profile="zero3"),
+    ],
+    ids=["data 2, ZeRO-2", "pipeline 2", "data 2, ZeRO-3"],
+)
+def test_equals_one_process(case: Case) -> None:
+    found = trained(case)
+    assert min(found.norms) > 0.5, "clipping must be active"
+    assert deviation(found.losses, reference().losses) < TOLERANCE
+    assert deviation(found.norms, reference().norms) < TOLERANCE
+    assert distance(found.parameters, reference().parameters) < TOLERANCE
+
+
+def test_a_count_of_a_rank_alone_would_be_noticed() -> None:
+    found = trained(replace(CASE, broken="mean of a rank"))
+    assert deviation(found.norms, reference().norms) > 10 * TOLERANCE
+
+
+def start_with(argv: list[str], folder: str, stopped_before: int | None) -> int:
+    """What a rank of a run does, whose plug-ins are in a folder."""
+    sys.path.append(folder)
+    if stopped_before is not None:
+        before_step(stopped_before, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return start(argv)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def test_a_run_is_resumed_evaluated_and_not_exported(
+    tmp_path: Path,
+    small_corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = tmp_path / "my_plugins.py"
+    text = (ROOT / "tests" / "plugins.py").read_text()
+    code.write_text(text.replace(OURS, "my_plugins:"))
+    settings = overrides(
+        [
+            "model.mixers=['my_plugins:Window', rwkv]",
+            "model.transformer_fraction=0.25",
+            "model.moe=null",
+            "training.schedule=my_plugins:Waves",
+            "training.schedule_options={period_steps: 4}",
+            "training.learning_rate=0.05",
+            "optimizer.kind=my_plugins:HeavyBall",
+            "objectives.plugins=[{use: my_plugins:Length, weight: 0.5}]",
+            "evaluation.every_steps=null",
+        ]
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_ranks(
+        start_with, 2, arguments(small_corpus, whole, *settings), str(tmp_path), None
+    ) == [0, 0]
+    given = arguments(small_corpus, cut, *settings)
+    assert run_ranks(start_with, 2, given, str(tmp_path), 4) == [75, 75]
+    code.write_text(code.read_text() + "\n# changed\n")
+    resumed = ["--run-dir", str(cut), "--resume", "auto"]
+    assert run_ranks(start_with, 2, resumed, str(tmp_path), None) == [0, 0]
+
+    assert steps_of(cut) == steps_of(whole)
+    assert len(steps_of(cut)) == STEPS
+    assert all(line["objective/Length/loss"] > 0 for line in steps_of(cut))
+    rates = [line["learning_rate"] for line in steps_of(cut)]
+    assert rates[:4] == pytest.approx(rates[4:]) and rates[0] == 0.05 > min(rates)
+    with CheckpointFile(cut / "checkpoints" / str(STEPS)) as reader:
+        name = "blocks.0.mixer.value.weight"
+        assert set(reader.kinds(name)) == {"param", "velocity", "step"}
+    first, second = read_start_records(cut)
+    assert first["plugins"].keys() == {
+        f"my_plugins:{name}" for name in ("Window", "Waves", "HeavyBall", "Length")
+    }
+    assert first["plugins"].keys() == second["plugins"].keys() and first != second
+    log = (cut / "train.log").read_text()
+    assert log.count("since the start before the code of my_plugins:Window, ") == 1
+    assert "the code of" not in (whole / "train.log").read_text()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["evaluate", str(whole), "--suite", "perplexity", "--limit", "2"]) == 0
+    assert main(["export", str(whole), "--out", str(tmp_path / "export")]) == 2
+    assert "my_plugins:Window" in capfd.readouterr().err
+    assert not (tmp_path / "export").exists()
+    shutil.rmtree(tmp_path)
