@@ -20,7 +20,7 @@ from typing import Literal
 
 from cdrmix import runtime
 from cdrmix.cluster.messages import TIER_PREFIX
-from cdrmix.config.schema import CheckpointConfig
+from cdrmix.config.checkpoint import CheckpointConfig
 from cdrmix.errors import StateError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

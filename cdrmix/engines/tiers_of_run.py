@@ -20,9 +20,9 @@ from cdrmix.checkpoint.joining import join_newest
 from cdrmix.checkpoint.retention import configured_retention
 from cdrmix.checkpoint.tiers import TieredSaver
 from cdrmix.cluster.tier_leftovers import TIERS
+from cdrmix.config.checkpoint import ArchiveTierConfig
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
-from cdrmix.config.tiers import ArchiveTierConfig
 from cdrmix.engines.archive_of_run import archive_of
 from cdrmix.engines.run_directory import RunDirectory, last_saved_step
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError, TrainingError

@@ -23,8 +23,8 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.host_saver import HostSaver
 from cdrmix.checkpoint.host_tiers import host_tiers
 from cdrmix.checkpoint.tiers import TieredSaver
+from cdrmix.config.checkpoint import CheckpointConfig
 from cdrmix.config.load import load_config
-from cdrmix.config.schema import CheckpointConfig
 from cdrmix.engines.tiers_of_run import fetched
 from cdrmix.models.backbone import logical_name
 from tools.benchmark.checkpoint import CONFIG, STATES, Training, start_training

@@ -18,7 +18,7 @@ from cdrmix.checkpoint.host_saver import HostSaver
 from cdrmix.checkpoint.host_tiers import HostTier, host_tiers
 from cdrmix.checkpoint.tiers import TieredSaver
 from cdrmix.cluster.tier_leftovers import left_tiers, remove_left_tiers
-from cdrmix.config.schema import CheckpointConfig
+from cdrmix.config.checkpoint import CheckpointConfig
 from tests.checkpoints import whole
 
 
