@@ -21,7 +21,8 @@ from cdrmix.hooks.source import check_sources
 from tests.conftest import TINY
 from tests.harness import ROOT
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").split("\n## ")[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = PAGE.split("\n## Hooks\n")[1].split("\n## ")[0]
 
 
 def test_the_example_stops_a_run_that_learns_no_more(

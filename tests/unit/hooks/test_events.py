@@ -107,7 +107,7 @@ def test_a_wrong_path_is_told_by_the_source(use: str, told: str, module: str) ->
     [
         ("Waiting", {}, "on_end: is no plain method"),
         ("Collective", {"on_error": "warn"}, "is collective"),
-        ("Broken", {}, r"hooks\[0\]: .*:Broken cannot be made: RuntimeError: no server"),
+        ("Broken", {}, r"hooks\[0\]\.use: .*:Broken cannot be made: RuntimeError: no server"),
         ("Other", {}, "is no class made of"),
     ],
 )
