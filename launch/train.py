@@ -38,7 +38,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--resume",
         default="never",
         metavar="auto|never|PATH",
-        help="auto: newest good checkpoint in --run-dir; PATH: a run directory or checkpoint",
+        help="auto: newest good checkpoint in --run-dir; PATH: a run directory or checkpoint, or "
+        "the URL of an archived one",
     )
     parser.add_argument("--max-steps", type=int, help="short for --set training.max_steps=N")
     return parser.parse_args(arguments)

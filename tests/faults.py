@@ -35,6 +35,12 @@ BASE_WEIGHTS = "tests/distributed/test_base_weights.py::test_"
 BASE_RUN = "tests/distributed/test_base_run.py::test_"
 LORA = "tests/distributed/test_lora_run.py::test_"
 CONTINUED = "tests/distributed/test_continuing.py::test_"
+TIERS = "tests/distributed/test_tiers.py::test_"
+NEAREST = f"{TIERS}a_killed_run_goes_on_from_the_nearest"
+IN_MEMORY = f"{TIERS}a_kill_in_a_save_to_memory"
+ARCHIVE = "tests/unit/checkpoint/test_archive.py::test_"
+HOST_TIERS = "tests/unit/checkpoint/test_host_tiers.py::test_"
+REMOTE = "tests/unit/data/test_remote.py::test_"
 
 # (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
 FAULTS = (
@@ -111,6 +117,29 @@ FAULTS = (
     ("LoRA: tensors of an adapter lost", f"{LORA}an_adapter_without", ""),
     ("continued: stopped and resumed", f"{CONTINUED}a_run_that_was_stopped", ""),
     ("continued: forgets too much", f"{CONTINUED}a_run_that_forgets", ""),
+    ("tiers: kill, back on the host", NEAREST, "[nothing"),
+    ("tiers: memory lost", NEAREST, "[lose_memory"),
+    ("tiers: host lost", NEAREST, "[lose_the_host"),
+    ("tiers: memory altered", NEAREST, "[alter_memory"),
+    ("tiers: memory's manifest truncated", NEAREST, "[truncate_manifest"),
+    ("tiers: memory of somebody else", NEAREST, "[memory_of_somebody_else"),
+    ("tiers: memory older than shared", NEAREST, "[outdate_memory"),
+    ("tiers: all lost but the archive", NEAREST, "[lose_all_but"),
+    ("tiers: all damaged but the archive", NEAREST, "[damage_all_but"),
+    ("tiers: kill in an upload", NEAREST, "[half_archived"),
+    ("tiers: kill before a save to memory", IN_MEMORY, "[prepare"),
+    ("tiers: kill while memory is written", IN_MEMORY, "[write_account"),
+    ("tiers: kill before memory is named", IN_MEMORY, "[publish"),
+    ("tiers: memory and disk not writable", f"{TIERS}a_tier_that_cannot_be_written", ""),
+    ("tiers: parts on hosts, a host lost", f"{TIERS}parts_on_hosts", ""),
+    ("tiers: memory without room", f"{HOST_TIERS}a_memory_without_room", ""),
+    ("archive: not writable, at the start", f"{TIERS}an_archive_that_cannot", ""),
+    ("archive: store fails in an upload", f"{ARCHIVE}an_upload_that_ends", ""),
+    ("archive: store silent in an upload", f"{ARCHIVE}a_store_that_stops", ""),
+    ("archive: silent at the end of a run", f"{ARCHIVE}the_end_of_a_run", ""),
+    ("archive: damaged", f"{ARCHIVE}a_damaged_archive", ""),
+    ("data: damaged copy of a shard", f"{REMOTE}a_copy_damaged", ""),
+    ("data: store away at the start", f"{REMOTE}a_start_that_does_not_reach", ""),
     ("file server silent at the end of a run", f"{HEAD}a_log_that_cannot_be_written", ""),
 )
 

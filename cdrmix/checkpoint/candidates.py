@@ -34,10 +34,12 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removesuffix(".replaced"))
 
 
-def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
+def candidates(path: Path, copies: Sequence[Path] = (), nearer: Sequence[Path] = ()) -> list[Path]:
     """Folders for `find_newest`, whole or damaged, the last one saved first: after a rollback, a
     lower step may be newer. One without a readable manifest counts as the newest that its step
-    allows, so that it is checked and its damage reported. Raises as `save_number` does."""
+    allows, so that it is checked and its damage reported. Raises as `save_number` does.
+
+    Of equal ones those in `nearer` come first, and those in `copies` last."""
     inside = path / "checkpoints"
     folders: list[Path] = []
     if retried(inside.is_dir, path):
@@ -49,7 +51,7 @@ def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
         folders.append(path)
     else:
         copies = (path, *copies)
-    for root in copies:
+    for root in (*nearer, *copies):
         folders += retried(partial(step_folders, root), root)
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
@@ -60,7 +62,7 @@ def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
         step = step_of(folder)
         newest = max((saved for at, saved in known if at <= step), default=0)
         ranks[folder] = (-(newest if number is None else number), -step)
-    # The sort is stable: of equal checkpoints the run's own comes before its copies.
+    # The sort is stable: of equal checkpoints the nearest comes first.
     return sorted(numbers, key=ranks.__getitem__)
 
 

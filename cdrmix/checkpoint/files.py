@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from cdrmix.data.folders import open_new
-from cdrmix.errors import DataError, InfrastructureError
+from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = get_logger(__name__)
 # A system call and a thread hand-over cost little in comparison.
-_CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 16 * 2**20
 # safetensors' names of element types, by those of torch.
 SAFETENSORS_TYPES = {
     "float64": "F64",
@@ -162,6 +162,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def copy_file(source: Path, target: Path, record: FileRecord) -> None:
+    """Copies a file of a checkpoint durably. Raises OSError naming either, StateError if it is not
+    the one of its record, by size and digest."""
+    with plain_file(source).open("rb") as file:
+        read = iter(lambda: memoryview(file.read(CHUNK_BYTES)), b"")
+        copied = _write(target, read)
+    if copied != record:
+        raise StateError(f"{source}: its content has changed (sha256 differs)")
+
+
 def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     """Writes bytes that are on the device when it returns; errors name `path`."""
     sha256 = hashlib.sha256()
@@ -169,8 +179,8 @@ def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     try:
         with ThreadPoolExecutor(1) as hasher, open_new(path) as file:
             for part in parts:
-                for first in range(0, part.nbytes, _CHUNK_BYTES):
-                    chunk = part[first : first + _CHUNK_BYTES]
+                for first in range(0, part.nbytes, CHUNK_BYTES):
+                    chunk = part[first : first + CHUNK_BYTES]
                     # hashlib releases the GIL, so that the digest and the write really overlap.
                     hashing = hasher.submit(sha256.update, chunk)
                     try:
@@ -196,15 +206,15 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 # A manifest may come from anywhere: a name in it must not lead out of the checkpoint's folder.
 _FILE_NAME = re.compile(r"(rank-[0-9]{5,9}\.(safetensors|json)|index\.json|state\.json)")
-_NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
+NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
 
 
 def save_number(folder: Path) -> int | None:
     """Number of the save that wrote a checkpoint, counted through all starts and rollbacks; 0 of a
     version that did not count, None without a readable manifest. Raises as `retried` does."""
     try:
-        return _read_manifest(folder)[0]
-    except (OSError, *_NOT_A_MANIFEST):  # damage, which `damage` reports with its reason
+        return read_manifest(folder)[0]
+    except (OSError, *NOT_A_MANIFEST):  # damage, which `damage` reports with its reason
         return None
 
 
@@ -213,8 +223,8 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     files, of `parts` with about as many bytes each: sizes, and sha256 `with_digests`. Raises
     InfrastructureError if the file system does not answer: no evidence against the files."""
     try:
-        _, files = _read_manifest(folder)
-    except (OSError, *_NOT_A_MANIFEST) as error:
+        _, files = read_manifest(folder)
+    except (OSError, *NOT_A_MANIFEST) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not a manifest ({error})"
         return [f"{MANIFEST_FILE}: {reason}"]
     # By size, in turn: with one tensor file per rank, each share gets about as many bytes.
@@ -231,9 +241,14 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     return reasons
 
 
-def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
-    """Number of the save, and records of all files; fails with _NOT_A_MANIFEST, or OSError."""
-    manifest = read_json(folder / MANIFEST_FILE)
+def read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
+    """Number of the save, and records of all files; fails with NOT_A_MANIFEST, or OSError."""
+    return parsed_manifest(read_json(folder / MANIFEST_FILE))
+
+
+def parsed_manifest(manifest: Any) -> tuple[int, dict[str, FileRecord]]:
+    """As `read_manifest`, of a manifest's content, which may come from anywhere; fails with
+    NOT_A_MANIFEST."""
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']!r}, this version reads {FORMAT}")
     foreign = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]

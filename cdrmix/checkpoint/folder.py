@@ -55,7 +55,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
             # `publish` was killed between its two renames, or after them.
             final = replaced.with_suffix("")
             if final.exists():
-                _remove(replaced)
+                remove(replaced)
             else:
                 os.rename(replaced, final)
 
@@ -94,9 +94,18 @@ def write_share(
         entry = {"name": each.name, "kind": each.kind, "shape": list(each.shape)}
         entry["dtype"] = str(each.values.dtype).removeprefix("torch.")
         index.append({**entry, "fragment": fragment})
+    write_account(temporary, rank, files, index)
+
+
+def write_account(
+    temporary: Path, rank: int, files: dict[str, FileRecord], index: list[dict[str, Any]]
+) -> None:
+    """Writes the account of a rank's files, which are on the disk, with the entries of the index
+    for what they hold."""
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
-    write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
+    text = json.dumps({"files": files, "index": index})
+    write_text(temporary / f"rank-{rank:05d}.part", text)
 
 
 def _keys(fragments: list[Fragment]) -> dict[int, str]:
@@ -111,11 +120,14 @@ def _keys(fragments: list[Fragment]) -> dict[int, str]:
     return keys
 
 
-def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. `parts`
-    are the accounts of `write_share`, read before: they are deleted, and a repeated call needs
-    them."""
-    index = merge_entries(entry for part in parts for entry in part["index"])
+def complete(
+    temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int, is_whole: bool = True
+) -> None:
+    """Completes a checkpoint of the files of all ranks, or those of a host unless it `is_whole`:
+    writes index, state and manifest. `parts` are the accounts of `write_share`, read before: they
+    are deleted, and a repeated call needs them."""
+    entries = (entry for part in parts for entry in part["index"])
+    index = merge_entries(entries, is_whole=is_whole)
     files: dict[str, FileRecord] = {}
     for part in parts:
         files |= part["files"]
@@ -142,7 +154,7 @@ def publish(temporary: Path, step: int) -> None:
     # The new name is durable before the old checkpoint goes and before `latest` tells of it.
     sync(root)
     if replaced.exists():
-        _remove(replaced)
+        remove(replaced)
     # In one step: a reader finds the old text or the new one.
     temporary_latest = root / "latest.tmp"
     write_text(temporary_latest, f"{step}\n")
@@ -167,7 +179,7 @@ def drop_others(
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
-        _remove(folder)
+        remove(folder)
     rest = folders[len(newer) :]
     # By their sizes. Damaged ones do not count, or they would push the last whole one out. An
     # unreadable one counts as damaged: one too many then stays.
@@ -184,7 +196,7 @@ def drop_others(
             # Damaged ones, of which the rule is not told, go with the older of the others.
             is_older = bool(dropped) and step_of(folder) < min(kept)
             if step_of(folder) in dropped or is_older:
-                _remove(folder)
+                remove(folder)
         return
     rest = [folder for folder in rest if step_of(folder) not in pinned]
     whole = [folder for folder in whole if step_of(folder) not in pinned]
@@ -192,10 +204,10 @@ def drop_others(
         best = best_checkpoint(root) if keep_best else None
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             if best is None or step_of(folder) != best.step:
-                _remove(folder)
+                remove(folder)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Removes a checkpoint; a kill in the middle leaves no half of it under its name."""
     # A name that `prepare` clears away, should the deletion below not come to its end.
     doomed = folder.with_name(f"{folder.name}.tmp-removed")

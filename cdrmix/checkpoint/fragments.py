@@ -150,9 +150,12 @@ def span_of(fragment: Mapping[str, Any]) -> Span:
     return Span(block, fragment["start"], fragment["numel"])
 
 
-def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def merge_entries(
+    entries: Iterable[Mapping[str, Any]], *, is_whole: bool = True
+) -> dict[str, dict[str, Any]]:
     """Merges the index entries that `write_share` made on all ranks: name -> kind -> shape, dtype
-    and fragments. Asserts that ranks agree, and that each element is held by one rank."""
+    and fragments. Asserts that ranks agree, and that each element is held by one rank; those of a
+    part of the ranks, unless it `is_whole`, hold some alone."""
     index: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, kind, shape, dtype = (entry[key] for key in ("name", "kind", "shape", "dtype"))
@@ -165,7 +168,7 @@ def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, A
         )
         whole["fragments"].append(entry["fragment"])
     # Before the folder has a manifest: a save with a fault of the layout never counts.
-    for name, kinds in index.items():
+    for name, kinds in index.items() if is_whole else ():
         for kind, whole in kinds.items():
             spans = [span_of(fragment) for fragment in whole["fragments"]]
             check_cover(f"{kind} of {name}", tuple(whole["shape"]), spans)

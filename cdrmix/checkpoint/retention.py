@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from cdrmix.checkpoint.candidates import step_of
 from cdrmix.checkpoint.files import MANIFEST_FILE
 from cdrmix.checkpoint.held_out import best_checkpoint, recorded_scores
-from cdrmix.config.schema import CheckpointConfig
+from cdrmix.config.checkpoint import CheckpointConfig
 from cdrmix.hooks.plugin import make_plugin
 from cdrmix.log import get_logger
 

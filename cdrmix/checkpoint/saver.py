@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -29,7 +29,14 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.candidates import step_folders
-from cdrmix.checkpoint.files import is_passing, save_number
+from cdrmix.checkpoint.failed_writes import (
+    FAILED_WRITES,
+    Failure,
+    as_failure,
+    described,
+    of_all_ranks,
+)
+from cdrmix.checkpoint.files import save_number
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import (
     Score,
@@ -40,61 +47,13 @@ from cdrmix.checkpoint.held_out import (
 )
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.retention import Retention
-from cdrmix.errors import InfrastructureError, StateError, TrainingError
+from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-# A full disk fails all ranks alike: an error message names this many of them.
-_NAMED_RANKS = 4
 # Pauses before a failed write is repeated: a file server that is busy or moves is mostly back.
 RETRY_SECONDS = (1.0, 4.0)
-# Failures that a disk can cause, and another attempt can mend.
-_FAILED_WRITES = (OSError, StateError, InfrastructureError)
-# A failed write, by file and reason, which may pass by itself (InfrastructureError); None: written.
-_Failure = InfrastructureError | StateError | None
-
-
-def agree_on_failures(action: Callable[[], T]) -> list[T]:
-    """Results of `action` on all ranks; if it fails on one, all ranks raise instead of waiting.
-
-    They raise a StateError that names each failing rank, its file and its reason, or an
-    InfrastructureError if all may recover by waiting. A defect of this program is raised itself.
-    """
-    # Result and failure travel in one collective: a rank that failed must not miss it.
-    result = None
-    cause = None
-    failure: _Failure = None
-    try:
-        result = action()
-    except Exception as error:  # the others wait in the collective below
-        cause = error
-        passes = isinstance(error, InfrastructureError) or is_passing(error)
-        failure = (InfrastructureError if passes else StateError)(described(error))
-    outcomes = runtime.all_gather_object((result, failure))
-    if cause is not None and not isinstance(cause, OSError | TrainingError):
-        raise cause
-    if failure := _of_all_ranks([each for _, each in outcomes]):
-        raise failure from cause
-    return [cast(T, value) for value, _ in outcomes]
-
-
-def described(error: BaseException) -> str:
-    """Error in one line, with file and reason if it concerns a file."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
-
-
-def _of_all_ranks(failures: Sequence[_Failure]) -> _Failure:
-    """Failures of all ranks as one, by rank, in one line, which lasts if any does; or None."""
-    if not any(failures):
-        return None
-    named = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
-    if len(named) > _NAMED_RANKS:
-        named[_NAMED_RANKS:] = [f"and {len(named) - _NAMED_RANKS} more ranks"]
-    lasts = any(isinstance(failure, StateError) for failure in failures)
-    return (StateError if lasts else InfrastructureError)("; ".join(named))
 
 
 @dataclass(frozen=True)
@@ -106,24 +65,39 @@ class Saved:
     seconds: float
 
 
-@dataclass
-class _Save:
-    """A save under way on this rank."""
+@dataclass(frozen=True)
+class Snapshot:
+    """State of this rank at a step, copied while training goes on."""
 
     step: int  # optimizer steps done
+    number: int  # of the save, counted through all starts and rollbacks
     began: float  # start on the monotonic clock
     stalled: float  # `Saver.stall_seconds` at that time
     state: str  # text of state.json
+    rank_state: Mapping[str, Any]
+    listed: list[Fragment]
+    copy: Future[list[torch.Tensor]]  # of this rank's values; done once the state may change
+
+
+@dataclass
+class Save:
+    """A save under way on this rank."""
+
+    snapshot: Snapshot
+    roots: Sequence[Path]  # where it is written
     score: Score | None  # of this state, if it was evaluated
     before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
     after: Callable[[], None]  # and this one after it
     temporary: str  # name of the folder in each root while it is written
-    copy: Future[list[torch.Tensor]]  # of this rank's values; done once the state may change
-    job: Future[list[_Failure]]  # work of this rank in this phase; a result for each root
-    problems: list[_Failure]  # those of all ranks, for each root
+    job: Future[list[Failure]]  # work of this rank in this phase; a result for each root
+    problems: list[Failure]  # those of all ranks, for each root
     fault: BaseException | None = None  # a failure of this rank that is not a failed write
     is_named: bool = False  # true in the second phase
-    number: int = 0  # counted through all starts and rollbacks; 0 until rank 0 names it
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.snapshot.step
 
 
 class Saver:
@@ -134,8 +108,9 @@ class Saver:
         self,
         roots: Sequence[Path],
         *,
-        keep: int,
+        keep: int | Sequence[int],
         background: bool,
+        ranks: Sequence[int] | None = None,
         pinned: int | None = None,
         keep_best: bool = False,
         retention: Retention | None = None,
@@ -146,8 +121,11 @@ class Saver:
         Args:
             roots: folders of checkpoints, shared by all ranks. A failed write is an error in the
                 first one and a warning in the others.
-            keep: number of whole checkpoints to keep in each (>= 1), besides that of step `pinned`.
+            keep: number of whole checkpoints to keep in each (>= 1), besides that of step `pinned`;
+                one for all, or one for each.
             background: copy to memory and write from a thread; otherwise `start` itself writes.
+            ranks: those that write into these folders, of which the first completes and names
+                checkpoints; None: all.
             pinned: a step whose checkpoint is not dropped.
             keep_best: record scores beside the checkpoints, and keep the one with the best besides
                 the newest.
@@ -160,25 +138,36 @@ class Saver:
         self.last: Saved | None = None
         self._stalled = 0.0
         self._stalled_since: float | None = None
-        self._last_number = 0
         self._roots = tuple(roots)
-        self._keep = keep
+        self._ranks = range(runtime.world_size()) if ranks is None else ranks
+        self._is_first = runtime.rank() == self._ranks[0]
+        keeps = [keep] * len(roots) if isinstance(keep, int) else keep
+        self._keep = dict(zip(self._roots, keeps, strict=True))
         self._pinned = pinned
         self._keep_best = keep_best
         self._retention = retention
         self._saved = saved
         # Another process of this run may still be writing: its temporary folders have other names.
-        self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
+        own = uuid4().hex[:8], self._number_in_roots() if self._is_first else 0
+        tokens, numbers = zip(*runtime.all_gather_object(own), strict=True)
+        self._token = tokens[0]
+        # Alike on all ranks, which count their saves in the same order.
+        self._last_number = max(numbers)
         # A single thread keeps the copy, the write and the naming of a save in order.
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._save: _Save | None = None
+        self._save: Save | None = None
 
     @property
     def stall_seconds(self) -> float:
         """Time spent in `start`, `wait_for_copy` and `wait` so far."""
         since = self._stalled_since
         return self._stalled + (0.0 if since is None else time.monotonic() - since)
+
+    @property
+    def newest_number(self) -> int:
+        """Number of the newest save, counted through all starts and rollbacks."""
+        return self._last_number
 
     @property
     def step(self) -> int | None:
@@ -211,51 +200,85 @@ class Saver:
         """
         self.wait()
         with self._stall():
-            stalled = self.stall_seconds
-            rank = runtime.rank()
-            contents = {**state, "step": step, "world_size": runtime.world_size()}
-            began = time.monotonic()
-            # As text, because it is written by another thread, when the run has changed the values.
-            text = json.dumps(contents, indent=1) + "\n"
-            listed: list[Fragment] = []
-            try:
-                listed += fragments
-                data = [fragment.values for fragment in folder.in_file_order(listed)]
-                # Without a thread the state cannot change before it is written: no copy is needed.
-                copied = (lambda: data) if self._memory is None else self._memory.copier(data)
-            except Exception as error:  # reported to the other ranks with the outcome of the save
-                copy = Future[list[torch.Tensor]]()
-                copy.set_exception(error)
-            else:
-                copy = self._run(copied)
-            temporary = f"{step}.tmp-{self._token}"
-
-            def write(root: Path, values: list[torch.Tensor]) -> None:
-                folder.prepare(root / temporary, clears_leftovers=rank == 0)
-                folder.write_share(root / temporary, rank, listed, values, rank_state)
-
-            job = self._run(
-                lambda: [
-                    _problem(partial(_retried, step, partial(write, root, values)))
-                    for values in [copy.result()]  # outside: a failed copy is not tried again
-                    for root in self._roots
-                ]
+            self._last_number += 1
+            self._begin(
+                self.snapshot(step, fragments, state, rank_state, self._last_number),
+                *(self._roots, score, before, after),
             )
-            self._save = _Save(
-                *(step, began, stalled, text, score, before, after, temporary, copy, job),
-                problems=[None] * len(self._roots),
+
+    def snapshot(
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        number: int,
+    ) -> Snapshot:
+        """Begins to copy the present state."""
+        stalled = self.stall_seconds
+        began = time.monotonic()
+        contents = {**state, "step": step, "world_size": runtime.world_size()}
+        # As text, because it is written by another thread, when the run has changed the values.
+        text = json.dumps(contents, indent=1) + "\n"
+        listed: list[Fragment] = []
+        try:
+            listed += fragments
+            data = [fragment.values for fragment in folder.in_file_order(listed)]
+            # Without a thread the state cannot change before it is written: no copy is needed.
+            copied = (lambda: data) if self._memory is None else self._memory.copier(data)
+        except Exception as error:  # reported to the other ranks with the outcome of the save
+            copy = Future[list[torch.Tensor]]()
+            copy.set_exception(error)
+        else:
+            copy = self._run(copied)
+        return Snapshot(step, number, began, stalled, text, rank_state, listed, copy)
+
+    def _begin(
+        self,
+        snapshot: Snapshot,
+        roots: Sequence[Path],
+        score: Score | None,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        """Begins the first phase of a save to some of the roots."""
+        temporary = f"{snapshot.step}.tmp-{self._token}"
+
+        def write(root: Path, values: list[torch.Tensor]) -> None:
+            folder.prepare(root / temporary, clears_leftovers=self._is_first)
+            folder.write_share(
+                *(root / temporary, runtime.rank(), snapshot.listed, values, snapshot.rank_state)
             )
+
+        def write_all() -> list[Failure]:
+            values = snapshot.copy.result()  # outside: a failed copy is not tried again
+            return [
+                _problem(partial(self._check_room, root, values))
+                or _problem(partial(_retried, snapshot.step, partial(write, root, values)))
+                if root in roots
+                else None
+                for root in self._roots
+            ]
+
+        self._save = Save(
+            *(snapshot, roots, score, before, after, temporary, self._run(write_all)),
+            problems=[None] * len(self._roots),
+        )
+
+    def _check_room(self, root: Path, values: list[torch.Tensor]) -> None:
+        """Raises OSError or StateError where a folder is not to be written, which no other attempt
+        mends; a full disk tells so itself."""
 
     @property
     def is_copying(self) -> bool:
         """True while the state must not change."""
-        return self._save is not None and not self._save.copy.done()
+        return self._save is not None and not self._save.snapshot.copy.done()
 
     def wait_for_copy(self) -> None:
         """Waits until the state may change; on this rank alone."""
         if self._save is not None and self.is_copying:
             with self._stall():
-                self._save.copy.exception()  # waits, and raises nothing: `advance` does
+                self._save.snapshot.copy.exception()  # waits, and raises nothing: `advance` does
 
     def votes(self) -> list[float]:
         """Numbers to be summed over all ranks for `advance`: 1 if this rank is at work in this
@@ -282,19 +305,18 @@ class Saver:
             of_ranks = runtime.all_gather_object(self._problems_here(save))
             for number, of_root in enumerate(zip(*of_ranks, strict=True)):
                 # A root that failed in the first phase gets no name in the second.
-                save.problems[number] = save.problems[number] or _of_all_ranks(of_root)
+                save.problems[number] = save.problems[number] or of_all_ranks(of_root)
             error = save.job.exception()
-            if error is not None and not isinstance(error, _FAILED_WRITES):
+            if error is not None and not isinstance(error, FAILED_WRITES):
                 save.fault = error
         if save.is_named:
             self._save = None
             self._conclude(save)
         else:
             save.is_named = True
-            is_first = runtime.rank() == 0
-            none: list[_Failure] = [None] * len(self._roots)
+            none: list[Failure] = [None] * len(self._roots)
             # The folder is shared: a second rank's rename would find nothing to rename.
-            save.job = self._run(lambda: self._name(save) if is_first else none)
+            save.job = self._run(lambda: self._name(save) if self._is_first else none)
 
     def wait(self) -> None:
         """Waits for the end of a save under way; collective. Raises as `advance` does."""
@@ -352,42 +374,39 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _name(self, save: _Save) -> list[_Failure]:
+    def _name(self, save: Save) -> list[Failure]:
         """Second phase: names the folders that are whole, and deletes the others."""
         problems = []
         for root, earlier in zip(self._roots, save.problems, strict=True):
             try:
-                problems.append(None if earlier else _problem(partial(self._name_in, root, save)))
+                is_left_out = earlier or root not in save.roots
+                problems.append(
+                    None if is_left_out else _problem(partial(self._name_in, root, save))
+                )
             finally:
                 # Nothing stays of a failed save; of a named one nothing is left under this name.
                 shutil.rmtree(root / save.temporary, ignore_errors=True)
         return problems
 
-    def _name_in(self, root: Path, save: _Save) -> None:
-        step = save.step
+    def _name_in(self, root: Path, save: Save) -> None:
+        step, number, state = save.step, save.snapshot.number, save.snapshot.state
         temporary = root / save.temporary
         _retried(step, save.before)
-        if save.number == 0:  # once, so that all roots have the same number
-            # Past those of earlier starts, and of steps that a rollback has left behind.
-            numbers = [self._last_number]
-            for each in self._roots:
-                # A root that does not answer is left out; the others have every save that it has.
-                with contextlib.suppress(OSError, InfrastructureError):
-                    numbers += [save_number(path) or 0 for path in step_folders(each)]
-            save.number = 1 + max(numbers)
+        is_whole = len(self._ranks) == runtime.world_size()
         # Two attempts, not one: `complete` deletes the accounts that are read here.
-        accounts = [temporary / f"rank-{n:05d}.part" for n in range(runtime.world_size())]
+        accounts = [temporary / f"rank-{n:05d}.part" for n in self._ranks]
         parts = _retried(step, lambda: [json.loads(each.read_text("utf-8")) for each in accounts])
-        _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
+        complete = partial(folder.complete, temporary, parts, state, is_whole=is_whole)
+        _retried(step, lambda: complete(save=number))
         # Before the name: a kill between the two leaves no checkpoint without its score.
         _retried(step, lambda: self._record(root, step, temporary, save.score))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
-            self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
+            seconds = time.monotonic() - save.snapshot.began
+            self.last = Saved(root / str(step), num_bytes, seconds)
             if problem := _problem(save.after):  # the checkpoint has its name, and is whole
                 logger.warning("checkpoint of step %d: %s", step, problem)
-        self._last_number = save.number
         self._drop_others(root, step)
 
     def _record(self, root: Path, step: int, checkpoint: Path, score: Score | None) -> None:
@@ -397,6 +416,16 @@ class Saver:
             if manifest is not None:  # a replica may lack it
                 record_score(root, ScoredCheckpoint(step, manifest, score))
 
+    def _number_in_roots(self) -> int:
+        """Number of the newest save in the roots, of earlier starts and of steps that a rollback
+        has left behind."""
+        numbers = [0]
+        for each in self._roots:
+            # A root that does not answer is left out; the others have every save that it has.
+            with contextlib.suppress(OSError, InfrastructureError):
+                numbers += [save_number(path) or 0 for path in step_folders(each)]
+        return max(numbers)
+
     def _pinned_steps(self) -> frozenset[int]:
         """Steps whose checkpoints are not dropped."""
         return frozenset() if self._pinned is None else frozenset({self._pinned})
@@ -404,14 +433,14 @@ class Saver:
     def _drop_others(self, root: Path, step: int) -> None:
         try:
             folder.drop_others(
-                *(root, step, self._keep, self._pinned_steps()),
+                *(root, step, self._keep[root], self._pinned_steps()),
                 keep_best=self._keep_best,
                 retention=self._retention,
             )
         except (OSError, StateError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
 
-    def _conclude(self, save: _Save) -> None:
+    def _conclude(self, save: Save) -> None:
         """Reports the end of a save; raises if it failed in the first root."""
         if save.fault is not None:
             raise save.fault
@@ -437,30 +466,23 @@ class Saver:
             logger.info(
                 "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
                 *(self.last.path, self.last.bytes / 1e6, self.last.seconds),
-                self.stall_seconds - save.stalled,
+                self.stall_seconds - save.snapshot.stalled,
             )
         self._saved(save.step, self._roots[0] / str(save.step))
 
-    def _problems_here(self, save: _Save) -> list[_Failure]:
+    def _problems_here(self, save: Save) -> list[Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
-        return [_as_problem(error) for _ in self._roots] if error else save.job.result()
+        return [as_failure(error) for _ in self._roots] if error else save.job.result()
 
 
-def _problem(action: Callable[[], None]) -> _Failure:
+def _problem(action: Callable[[], None]) -> Failure:
     """Runs `action`, and returns the failed write that ended it, or None."""
     try:
         action()
-    except _FAILED_WRITES as error:
-        return _as_problem(error)
+    except FAILED_WRITES as error:
+        return as_failure(error)
     return None
-
-
-def _as_problem(error: BaseException) -> _Failure:
-    # Rights to write do not come by waiting, as those to read may while a ticket is renewed.
-    passes = is_passing(error) and not isinstance(error, PermissionError)
-    is_state = not passes and not isinstance(error, InfrastructureError)
-    return (StateError if is_state else InfrastructureError)(described(error))
 
 
 def _retried(step: int, action: Callable[[], T]) -> T:
@@ -468,7 +490,7 @@ def _retried(step: int, action: Callable[[], T]) -> T:
     for seconds in RETRY_SECONDS:
         try:
             return action()
-        except _FAILED_WRITES as error:
+        except FAILED_WRITES as error:
             text = "checkpoint of step %d: %s; tried again in %.0f s"
             logger.warning(text, step, described(error), seconds)
             time.sleep(seconds)

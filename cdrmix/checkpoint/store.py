@@ -23,8 +23,8 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint.candidates import all_damaged, candidates, step_folders, step_of
+from cdrmix.checkpoint.failed_writes import agree_on_failures
 from cdrmix.checkpoint.files import damage, read_json
-from cdrmix.checkpoint.saver import agree_on_failures
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
@@ -42,7 +42,9 @@ class FoundCheckpoint:
     skipped_paths: tuple[Path, ...] = ()
 
 
-def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCheckpoint | None:
+def find_newest(
+    path: Path, *copies: Path, before: int | None = None, nearer: Sequence[Path] = ()
+) -> FoundCheckpoint | None:
     """Finds the checkpoint saved last under `path` whose files all match the manifest; collective.
 
     Only damage leads to an older one: reading is repeated while the file system fails, and the
@@ -53,13 +55,14 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
         path: a run directory, its `checkpoints` folder, or one checkpoint.
         copies: other folders of checkpoints of the same run, for those that `path` lacks.
         before: limits the search to steps before this one.
+        nearer: as `copies`, which are taken before those of `path` where both have a save.
     Raises:
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
         InfrastructureError: on every rank, if the file system does not answer on one of them.
     """
     # Rank 0 lists the folders for all: NFS may show other ranks an older directory.
     is_first = runtime.rank() == 0
-    folders = agree_on_failures(lambda: candidates(path, copies) if is_first else [])[0]
+    folders = agree_on_failures(lambda: candidates(path, copies, nearer) if is_first else [])[0]
     if before is not None:
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
@@ -80,7 +83,7 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
         if not reasons:
             state = agree_on_failures(partial(_state_of, folder))[0]
             return FoundCheckpoint(folder, state["step"], tuple(skipped), tuple(skipped_paths))
-        name = str(folder) if folder.parent in copies else folder.name
+        name = str(folder) if folder.parent in (*copies, *nearer) else folder.name
         # Every rank reads the manifest, and reports the same damage of it: once is enough.
         skipped.append((name, "; ".join(dict.fromkeys(reasons))))
         skipped_paths.append(folder)
@@ -98,17 +101,22 @@ def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> 
     for folder in [folder for root in roots for folder in step_folders(root)]:
         if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):
             continue
-        # Never over an earlier one: all that was set aside stays for people to look at.
-        number = 1
-        while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
-            number += 1
-        try:
-            os.rename(folder, aside)
-            sync(folder.parent)
-        except OSError as error:
-            logger.warning("%s: cannot be set aside: %s", folder, error.strerror)
-        else:
-            logger.warning("%s: passed over, and now called %s", folder, aside.name)
+        rename_aside(folder)
+
+
+def rename_aside(folder: Path) -> None:
+    """Renames a checkpoint that is passed over; if that fails, with a warning."""
+    # Never over an earlier one: all that was set aside stays for people to look at.
+    number = 1
+    while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
+        number += 1
+    try:
+        os.rename(folder, aside)
+        sync(folder.parent)
+    except OSError as error:
+        logger.warning("%s: cannot be set aside: %s", folder, error.strerror)
+    else:
+        logger.warning("%s: passed over, and now called %s", folder, aside.name)
 
 
 def _state_of(folder: Path) -> dict[str, Any]:

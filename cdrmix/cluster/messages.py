@@ -44,6 +44,9 @@ from typing import Any
 LAUNCH_FOLDER = "launch"
 # Held by `cdrmix launch` while its start lasts.
 LAUNCHER_LOCK = "launcher.lock"
+# Beginning of the name of a run's folder in a tier of a host; file in it that names the run.
+TIER_PREFIX = "cdrmix-"
+TIER_OWNER = "run.json"
 _OUTCOME = "outcome.json"
 # Asks the ranks to save and stop, and holds for whom, in a line for people; may be empty.
 STOP = "stop"

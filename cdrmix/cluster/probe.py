@@ -28,6 +28,7 @@ from cdrmix.cluster.host_limits import (
     unknown_interfaces,
 )
 from cdrmix.cluster.messages import LAUNCHER_LOCK
+from cdrmix.cluster.tier_leftovers import left_tiers, remove_left_tiers
 from cdrmix.network import address_towards, interface_towards
 
 # Must be equal on all hosts, for equal results and so that the ranks understand each other.
@@ -127,14 +128,17 @@ def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
         "disk_free_bytes": free[0],
         "shared_memory_free_bytes": free[1],
         "processes": [f"{number} {words}" for number, words in _processes()],
-        "files": [str(path) for path in (*_files(), *_build_locks())],
+        "files": [
+            str(path)
+            for path in (*_files(), *_build_locks(), *left_tiers(_SHARED_MEMORY, Path(folder)))
+        ],
         "time": time.time(),
     }
 
 
 def remove_leftovers() -> dict[str, Any]:
-    """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory and
-    the locks of their builds."""
+    """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory, the
+    locks of their builds and checkpoints in memory that no run can go on from."""
     lines = []
     for number, words in _processes():
         with contextlib.suppress(ProcessLookupError):
@@ -143,7 +147,7 @@ def remove_leftovers() -> dict[str, Any]:
     for path in (*_files(), *_build_locks()):
         path.unlink(missing_ok=True)
         lines.append(str(path))
-    return {"removed": lines}
+    return {"removed": [*lines, *remove_left_tiers(_SHARED_MEMORY)]}
 
 
 def write(path: str, text: str) -> dict[str, Any]:

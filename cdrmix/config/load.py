@@ -246,6 +246,18 @@ def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
             made[section] = {**values[section], key: os.path.abspath(path)}
     if isinstance(cpt := values.get("cpt"), dict):
         made["cpt"] = _with_absolute_old_data(cpt)
+    checkpoint = made.get("checkpoint")
+    if isinstance(checkpoint, dict) and isinstance(tiers := checkpoint.get("tiers"), dict):
+        made["checkpoint"] = {**checkpoint, "tiers": _with_absolute_tiers(tiers)}
+    return made
+
+
+def _with_absolute_tiers(tiers: dict[str, Any]) -> dict[str, Any]:
+    made = dict(tiers)
+    for tier, key in (("memory", "folder"), ("local", "path"), ("archive", "path")):
+        path = tiers[tier].get(key) if isinstance(tiers.get(tier), dict) else None
+        if isinstance(path, str) and "://" not in path:
+            made[tier] = {**tiers[tier], key: os.path.abspath(path)}
     return made
 
 

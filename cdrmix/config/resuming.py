@@ -44,9 +44,10 @@ Change: TypeAlias = tuple[str, Any, Any]  # dotted path, old and new value
 def resumed_run(resume: str) -> Path | None:
     """Run directory that --resume PATH goes on in, unless --run-dir names another.
 
-    None for auto, never, and checkpoints outside of a run directory, as in checkpoint.replica.
+    None for auto, never, and checkpoints outside of a run directory, as in checkpoint.replica or an
+    archive.
     """
-    if resume in ("never", "auto"):
+    if resume in ("never", "auto") or "://" in resume:
         return None
     source = Path(resume)
     if (source / SNAPSHOT).exists() or (source / "checkpoints").is_dir():
@@ -175,7 +176,7 @@ class _Own(NamedTuple):
 
 def _own(run_dir: Path | None, resume: str) -> _Own | None:
     """Reads the configuration of the run to go on with; None if there is none."""
-    if resume == "never":
+    if resume == "never" or "://" in resume:
         return None
     run = run_dir if resume == "auto" else resumed_run(resume)
     place = run_dir if resume == "auto" else Path(resume)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cdrmix.config.checkpoint import CheckpointConfig
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.evaluation import EvaluationConfig
 from cdrmix.config.launch import LaunchConfig, SupervisionConfig
@@ -20,7 +21,7 @@ from cdrmix.config.objectives import (
     further_refused,
 )
 from cdrmix.config.optimizer import OptimizerConfig
-from cdrmix.config.plugin import HookConfigs, NameOrPlugin, PluginConfig, is_plugin
+from cdrmix.config.plugin import HookConfigs, NameOrPlugin, is_plugin
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
@@ -323,35 +324,6 @@ class TrainingConfig(Section):
     def cooldown_steps(self) -> int:
         """Length of the cooldown of wsd and infinite in optimizer steps."""
         return round(self.cooldown_fraction * self.num_steps)
-
-
-class CheckpointConfig(Section):
-    """Times and number of checkpoints. The end of a run always writes one."""
-
-    every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
-    every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
-    # A run without a checkpoint could not be started again.
-    keep: int = Field(3, ge=1)
-    """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
-    keep_best: bool = True
-    """Keep the best checkpoint by evaluation.best_by besides the newest, which is the one with the
-    lowest held-out loss unless set, of those whose step was evaluated."""
-    retention: PluginConfig | None = None
-    """Rule of yours for the checkpoints that stay, a Retention, in place of `keep`; the newest and,
-    with `keep_best`, the best stay in any case. null: `keep`."""
-    background: bool | None = None
-    """true: training continues while the state is copied to host memory (12 bytes per parameter of
-    a rank's share, 16 with training.ema_decay) and written; only the next optimizer step waits for
-    the copy. false: training waits for the disk. null: true if hosts have room for the copy."""
-    replica: str | None = None
-    """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
-    disk besides shared storage. --resume auto takes the newest good one of both."""
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> CheckpointConfig:
-        if self.retention is not None and self.keep != type(self).model_fields["keep"].default:
-            raise ValueError("keep and retention both say which checkpoints stay: give one of them")
-        return self
 
 
 class MonitoringConfig(Section):

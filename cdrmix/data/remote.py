@@ -95,6 +95,8 @@ class RemoteFiles:
                     with path.open("rb") as stream:
                         if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
                             self._verified.add(file.name)
+                        else:
+                            _logger.warning("%s: damaged (sha256 differs); copied again", path)
                 if file.name not in self._verified or not path.exists():
                     self._copy(file, path)
                 os.utime(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -20,13 +22,18 @@ from cdrmix.data.shards import (
 )
 from cdrmix.data.tokenizer import MAX_TOKENIZER_BYTES
 from cdrmix.data.tokenizer_base import MAX_SIDE_BYTES
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, UnreachableDataError
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
 
 
 def local_folder(data: DataConfig, sequence_length: int) -> Path:
     """Returns the folder of `data.path`; of a URL, one in the cache with manifest and tokenizer.
 
-    Any number of processes of a machine may call this at once.
+    Any number of processes of a machine may call this at once. Where the URL cannot be reached, the
+    folder of an earlier start is returned, with a warning; shards that are not in it are copied
+    when the URL answers again.
 
     Raises:
         DataError: if the URL cannot be read, or the cache is too small for the order of samples.
@@ -41,9 +48,19 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
             new = cache / f".new-{os.uname().nodename}-{os.getpid()}"
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
+            # The folder of this URL's data set, for a start that does not reach it.
+            known = cache / f".of-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
             try:
                 path = new / MANIFEST_FILE
-                copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
+                try:
+                    copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
+                except UnreachableDataError as error:
+                    if (earlier := _folder_of(cache, known)) is None:
+                        raise
+                    least = _check_room(read_manifest(earlier), data, sequence_length)
+                    logger.warning("warning: %s Going on with the copies in %s", error, earlier)
+                    remember(earlier, url, max_bytes=data.cache_bytes, least_bytes=least)
+                    return earlier
                 manifest = read_manifest(new)
                 least = _check_room(manifest, data, sequence_length)
                 tokenizer = manifest.tokenizer
@@ -57,12 +74,23 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                 # The manifest last: with it the folder counts as built.
                 for name in (file, *tokenizer.files, MANIFEST_FILE):
                     (new / name).replace(folder / name)
+                (new / known.name).write_text(folder.name, encoding="utf-8")
+                (new / known.name).replace(known)
                 return folder
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
         problem = f"{error.strerror} ({error.filename})"
         raise DataError(f"data.cache_folder = {cache}: {problem}") from error
+
+
+def _folder_of(cache: Path, known: Path) -> Path | None:
+    """Folder in the cache that an earlier start has filled from a URL, if its manifest is whole."""
+    with contextlib.suppress(OSError, DataError):
+        folder = cache / Path(known.read_text(encoding="utf-8").strip()).name
+        if manifest_digest(read_manifest(folder))[:16] == folder.name:
+            return folder
+    return None
 
 
 def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> int:

@@ -11,11 +11,12 @@ from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.starts import read_starts
 from cdrmix.engines.loop import train
-from cdrmix.engines.recovery import leave_behind, restore, write_record
+from cdrmix.engines.recovery import leave_behind, restore, save_run, write_record
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
 from cdrmix.engines.stage_a_optimizer import record_groups
 from cdrmix.engines.start_record import record_start
+from cdrmix.engines.tiers_of_run import is_on_hosts_alone
 from cdrmix.hooks import RunView
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import record
@@ -69,6 +70,8 @@ def run_stage(
                 run.hooks.check()
                 return True
             with run.heartbeat.phase("finishing"):
+                # Before the results, which tell what the archive has.
+                run.saver.finish(seconds=run.config.supervision.phase_seconds / 2)
                 finish()
                 run.hooks.end("done")
                 run.hooks.check()
@@ -111,6 +114,10 @@ def _resume_and_describe(
         leave_behind(run, checkpoint, newer=True)
     run.start_up.done("resume")
     runtime.first_rank_does(lambda: _open_records(run))
+    only_here = partial(is_on_hosts_alone, run.config, run.directory)
+    if checkpoint is not None and state is not None and only_here(checkpoint):
+        # The host may be lost next: the run directory has it as soon as may be.
+        save_run(run, run.stage.loader.state_dict())
     return state
 
 

@@ -20,7 +20,7 @@ from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.cluster.messages import want_no_more_starts
 from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.engines.recovery import hold, react, save_run, settle
+from cdrmix.engines.recovery import hold, react, save_on_hosts, save_run, settle
 from cdrmix.engines.run import Batch, JsonObject, Result, Run
 from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.errors import DataError, StateError, TrainingError
@@ -252,7 +252,9 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     logs = logs or bool(suites)
     saves = saves or last
     verdicts = [verdict]
-    if logs or saves:
+    # A save to the tiers of hosts alone is one of a judged step, too.
+    saves_on_hosts = not saves and run.saver.host_tiers_due(run.step)
+    if logs or saves or saves_on_hosts:
         metrics = stage.measure(run, result)
         verdicts += stage.judge(run, metrics)
     else:  # the loss becomes known in the next `agree`, without a collective of its own
@@ -282,6 +284,8 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
         react(run, [*_log(run, metrics | results), verdict], position)
     if saves:
         save_run(run, position)
+    elif saves_on_hosts:
+        save_on_hosts(run, position)
 
 
 def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:

@@ -15,6 +15,7 @@ from cdrmix.checkpoint.held_out import score_of
 from cdrmix.config.load import kept_values
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
+from cdrmix.engines.tiers_of_run import clear_host_tiers
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict, Watched
@@ -35,32 +36,14 @@ def save_run(run: Run, position: JsonObject) -> None:
     """
     if run.saver.step == run.step:
         return
-
-    def before() -> None:
-        run.directory.check_held()
-        # A resumed run cuts metrics back to its step, and could not write lost ones again.
-        run.observer.sync()
-
     with _stalled(run):
         run.saver.start(
             run.step,
             run.stage.fragments(run),
-            state={
-                "loader": position,
-                "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
-                "engine": engine_state.counters(run.engine),
-                # Checkpoints are handed on: no passwords of a remote data set in them.
-                "config": kept_values(run.config, mode="json"),
-                "seconds": run.seconds,
-                "health": run.health.state_dict(),
-                "stage": run.stage.name,
-                **({"base": run.base} if run.base else {}),
-                **run.stage.saved(run),
-                **run.hooks.state_dict(),
-            },
+            state=_state(run, position),
             rank_state={"random": runtime.random_state()},
             score=run.score,
-            before=before,
+            before=partial(_before_name, run),
             # Once the checkpoint has its name, when training may be steps further.
             after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
         )
@@ -68,6 +51,44 @@ def save_run(run: Run, position: JsonObject) -> None:
     run.saved_time = time.monotonic()
     if not run.plan.saves_in_background:
         settle(run)
+
+
+def save_on_hosts(run: Run, position: JsonObject) -> None:
+    """Save the current step to the tiers of hosts that are due; collective. What fails there is a
+    warning. For `position` see `save_run`."""
+    with _stalled(run):
+        run.saver.start_in_host_tiers(
+            run.step,
+            run.stage.fragments(run),
+            state=_state(run, position),
+            rank_state={"random": runtime.random_state()},
+            before=partial(_before_name, run),
+        )
+    if not run.plan.saves_in_background:
+        settle(run)
+
+
+def _before_name(run: Run) -> None:
+    run.directory.check_held()
+    # A resumed run cuts metrics back to its step, and could not write lost ones again.
+    run.observer.sync()
+
+
+def _state(run: Run, position: JsonObject) -> JsonObject:
+    """Entries of a checkpoint's state.json."""
+    return {
+        "loader": position,
+        "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
+        "engine": engine_state.counters(run.engine),
+        # Checkpoints are handed on: no passwords of a remote data set in them.
+        "config": kept_values(run.config, mode="json"),
+        "seconds": run.seconds,
+        "health": run.health.state_dict(),
+        "stage": run.stage.name,
+        **({"base": run.base} if run.base else {}),
+        **run.stage.saved(run),
+        **run.hooks.state_dict(),
+    }
 
 
 def hold(run: Run) -> None:
@@ -147,6 +168,7 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
             ) from error
 
     runtime.first_rank_does(rename)
+    clear_host_tiers(run.config, run.directory, checkpoint, newer=newer)
 
 
 # From mild to severe: of several verdicts on a step the last is carried out.

@@ -12,18 +12,17 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import LOSS, Score
-from cdrmix.checkpoint.retention import configured_retention
-from cdrmix.checkpoint.saver import Saver
+from cdrmix.checkpoint.tiers import TieredSaver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.schema import Config
 from cdrmix.engines.run_directory import METRICS, RunDirectory
 from cdrmix.engines.supervision import Requests
+from cdrmix.engines.tiers_of_run import make_saver
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import TrainingError
 from cdrmix.hooks.dispatch import Hooks
@@ -233,7 +232,7 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     topology: Topology  # this rank's place in the layout
     engine: Any  # DeepSpeed engine around the model
     stage: Stage[Batch, Result]
-    saver: Saver  # writes the checkpoints
+    saver: TieredSaver  # writes the checkpoints
     observer: Observer = field(default_factory=Observer)
     step: int = 0  # optimizer steps completed
     # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
@@ -263,7 +262,9 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
             score = best.score
             measure = {"loss": score.value} if score.by == LOSS else score.as_json()
             named = {"step": best.step, **measure}
-        return {"last": self.saver.saved_step, "best": named, "folder": "checkpoints"}
+        told = {"last": self.saver.saved_step, "best": named, "folder": "checkpoints"}
+        tiers = self.saver.tiers()
+        return {**told, "tiers": tiers} if tiers else told
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop reading ahead, end the writing thread, close the files.
@@ -274,6 +275,8 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
         self.stage.loader.close()
         # Before the observer: a save under way makes its metrics durable before it ends.
         self.saver.close(waits=kind is None or issubclass(kind, TrainingError))
+        if kind is None:  # the run directory has the last step
+            self.saver.end()
         self.observer.close()
 
 
@@ -286,16 +289,7 @@ def make_run(
     first_step: int = 0,
 ) -> Run[Batch, Result]:
     """Returns the run of a start, its stage at `first_step`, whose checkpoint is never dropped."""
-    checkpoint = start.config.checkpoint
-    saver = Saver(
-        start.directory.folders,
-        keep=checkpoint.keep,
-        keep_best=checkpoint.keep_best,
-        retention=runtime.together(lambda: configured_retention(checkpoint)),
-        background=start.plan.saves_in_background,
-        pinned=first_step or None,  # Stage A is built on none
-        saved=start.hooks.saved,
-    )
+    saver = make_saver(start, pinned=first_step or None)  # Stage A is built on none
     return Run(
         **vars(start), topology=topology, engine=engine, stage=stage, saver=saver, step=first_step
     )

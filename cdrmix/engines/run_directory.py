@@ -273,13 +273,23 @@ def _locked(path: Path) -> IO[str]:
     return file
 
 
+def last_saved_step(directory: RunDirectory) -> int | None:
+    """Step of the newest save of a run; None if it has none, or is of an early version. Raises
+    StateError if the record of it cannot be read."""
+    path = directory.path / SAVES
+    try:
+        return int(read_json(path)["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StateError(f"{path}: cannot be read ({error}). Try removing it") from error
+
+
 def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
     """Raises StateError if a run without a checkpoint has saved: a volume may not be mounted."""
     path = directory.path
-    try:
-        record = read_json(path / SAVES)
-        step = int(record["step"])
-    except FileNotFoundError:
+    step = last_saved_step(directory)
+    if step is None:
         # A run of an older version, or one that has not saved yet. A second save waits for the
         # first, so past two intervals there was one. A run of Stage B alone does not begin at 0.
         lines = read_metrics(path / METRICS) if (path / METRICS).exists() else []
@@ -288,8 +298,6 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
         every = config.checkpoint.every_steps
         if every is None or step - min(steps) < 2 * every:
             return
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StateError(f"{path / SAVES}: cannot be read ({error}). Try removing it") from error
     raise StateError(
         f"{directory.folders[0]}: holds no checkpoint, though this run has come to step {step} "
         "and saved. Is a volume not mounted, or were they moved? Bring them back. To begin again, "

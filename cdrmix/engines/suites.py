@@ -18,8 +18,8 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.failed_writes import described
 from cdrmix.checkpoint.held_out import Score
-from cdrmix.checkpoint.saver import described
 from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus

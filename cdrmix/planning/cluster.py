@@ -163,6 +163,8 @@ class Memory:
     # copy of a checkpoint in host memory, which is written in the background; on CPUs it is among
     # the buffers
     checkpoint: int = 0
+    # checkpoints of checkpoint.tiers.memory; on CPUs they are among the buffers
+    memory_tier: int = 0
 
     @property
     def saves_in_background(self) -> bool:
@@ -170,9 +172,14 @@ class Memory:
         return self.checkpoint > 0 or "checkpoint_copy" in self.buffers
 
     @property
+    def has_memory_tier(self) -> bool:
+        """True if checkpoints of checkpoint.tiers.memory are part of the memory."""
+        return self.memory_tier > 0 or "memory_tier" in self.buffers
+
+    @property
     def on_host(self) -> int:
         """Bytes in host memory."""
-        return self.host + self.checkpoint
+        return self.host + self.checkpoint + self.memory_tier
 
     @property
     def total(self) -> int:

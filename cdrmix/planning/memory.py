@@ -107,20 +107,33 @@ class MemoryModel:
         self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
 
-    def estimate(self, layout: Layout, *, has_copy: bool | None = None) -> Memory:
+    def estimate(
+        self, layout: Layout, *, has_copy: bool | None = None, has_memory_tier: bool = True
+    ) -> Memory:
         """Bytes on the fullest rank.
 
         The first and last stage hold the embedding, earlier stages hold more micro-batches, and the
         first of those with most blocks holds the most weights: one of them is the fullest. The copy
-        of a checkpoint counts if `has_copy`; None: unless checkpoint.background is false.
+        of a checkpoint counts if `has_copy`; None: unless checkpoint.background is false. So do the
+        checkpoints of checkpoint.tiers.memory if `has_memory_tier`.
         """
         sizes = [len(stage) for stage in self.stages(layout.degrees.pipeline)]
         stages = {0, min(1, len(sizes) - 1), sizes.index(max(sizes)), len(sizes) - 1}
-        memories = (self.on_stage(layout, stage, has_copy=has_copy) for stage in sorted(stages))
+        memories = (
+            self.on_stage(layout, stage, has_copy=has_copy, has_memory_tier=has_memory_tier)
+            for stage in sorted(stages)
+        )
         return max(memories, key=lambda memory: memory.total)
 
-    def on_stage(self, layout: Layout, stage: int, *, has_copy: bool | None = None) -> Memory:
-        """Bytes on a rank of one pipeline stage; `has_copy` as in `estimate`."""
+    def on_stage(
+        self,
+        layout: Layout,
+        stage: int,
+        *,
+        has_copy: bool | None = None,
+        has_memory_tier: bool = True,
+    ) -> Memory:
+        """Bytes on a rank of one pipeline stage; the others as in `estimate`."""
         degrees = layout.degrees
         states = self._states(layout, stage)
         activations = self.activations.on_stage(layout, stage)
@@ -134,7 +147,8 @@ class MemoryModel:
         memory = replace(states, activations=activations, buffers=buffers)
         if has_copy is None:
             has_copy = self.config.checkpoint.background is not False
-        if not has_copy:
+        copies, kept = self._checkpoints_in_memory(has_copy, has_memory_tier)
+        if not copies and not kept:
             return memory
         if layout.zero_stage == 3:
             shares = [(g, -(-elements // degrees.data)) for g, elements, _ in self._parameters]
@@ -143,8 +157,19 @@ class MemoryModel:
             shares = [(group, -(-n // degrees.optimizer_ranks(group))) for group, n in held.items()]
         copied = sum(self._state_bytes(group, n, partitions=0) for group, n in shares)
         if self.device == "cuda":
-            return replace(memory, checkpoint=copied)
-        return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
+            return replace(memory, checkpoint=copies * copied, memory_tier=kept * copied)
+        parts = {"checkpoint_copy": copies * copied, "memory_tier": kept * copied}
+        return replace(memory, buffers=buffers | {k: size for k, size in parts.items() if size})
+
+    def _checkpoints_in_memory(self, has_copy: bool, has_memory_tier: bool) -> tuple[int, int]:
+        """Copies to write checkpoints from, and checkpoints in the memory tier (counts)."""
+        tiers = self.config.checkpoint.tiers
+        if tiers is None or (tiers.memory is None and tiers.local is None):
+            return int(has_copy), 0
+        # The run directory may still be written when a host's tiers have their next save, and the
+        # newest checkpoint is whole before an older one goes.
+        kept = 1 + tiers.memory.keep if tiers.memory is not None and has_memory_tier else 0
+        return 2 * has_copy, kept
 
     def _of_terms(self, layout: Layout) -> int:
         """Bytes that a user's terms of the loss keep of a micro-batch."""

@@ -42,6 +42,8 @@ class Plan(Layout):
     fits: bool  # True if memory is within the usable share of device and host
     # features that this version lacks for the layout; empty if it can run
     missing: tuple[str, ...] = ()
+    # False if hosts have no room for the checkpoints of checkpoint.tiers.memory
+    has_memory_tier: bool = True
     reasons: tuple[str, ...] = ()  # one line for each choice; empty in plans that are only compared
     # settings with a cost that the user may not expect, one line each
     warnings: tuple[str, ...] = ()

@@ -180,6 +180,8 @@ def _reasons(
         reasons.append(f"activation checkpointing: {why}")
     if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
+    if plan.fits and not plan.has_memory_tier:
+        reasons.append(f"checkpoints: {_memory_tier_reason(plan, config, cluster)}")
     if plan.sequence_checkpoint_tokens is not None:
         span, why = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
@@ -299,6 +301,7 @@ def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
         ranks = cluster.gpus_per_node
         over = memory.on_host * ranks - share * cluster.host_memory_gib * GIB
         held = {"offloaded states": memory.host, "a checkpoint's copy": memory.checkpoint}
+        held["checkpoints in memory"] = memory.memory_tier
         of_host = _largest({part: ranks * size for part, size in held.items()})
         lacking.append(f"{size_text(over)} too much for a host ({of_host})")
     return " and ".join(lacking)
@@ -315,7 +318,8 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Explains that no copy of a checkpoint fits, so that training waits for each save."""
-    copied = MemoryModel(config, cluster.device).estimate(plan, has_copy=True)
+    model = MemoryModel(config, cluster.device)
+    copied = model.estimate(plan, has_copy=True, has_memory_tier=False)
     used = copied.on_host * cluster.gpus_per_node
     limit = f"{cluster.host_memory_gib:,g} GiB a host"
     if cluster.device == "cpu":
@@ -326,6 +330,18 @@ def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
         f"{size_text(used)} of {limit} would be filled, NOT within "
         f"{100 * config.resources.share:g} %; checkpoint.background = true has it copied all "
         "the same"
+    )
+
+
+def _memory_tier_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
+    """Explains that hosts have no room for checkpoints in their memory."""
+    memory = MemoryModel(config, cluster.device).estimate(plan)
+    used, limit = memory.on_host * cluster.gpus_per_node, f"{cluster.host_memory_gib:,g} GiB a host"
+    if cluster.device == "cpu":
+        used, limit = memory.total, f"{cluster.memory_gib:g} GiB a rank"
+    return (
+        f"checkpoint.tiers.memory is left out: with it {size_text(used)} of {limit} would be "
+        f"filled, NOT within {100 * config.resources.share:g} %"
     )
 
 
@@ -349,7 +365,9 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
     batches = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     return replace(
         plan,
-        memory=model.estimate(plan, has_copy=plan.saves_in_background),
+        memory=model.estimate(
+            plan, has_copy=plan.saves_in_background, has_memory_tier=plan.has_memory_tier
+        ),
         deepspeed=plan.deepspeed | batches,
         reasons=(*plan.reasons, f"micro batch {micro}{changed}, accumulation {steps}: {reason}"),
         cost=None,  # its estimate was for the planned batches

@@ -47,8 +47,13 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
             memory = memory_model.estimate(layout)
             # on CPUs, the ranks' memory is the host's
             fits = memory.fits if cluster.device == "cpu" else memory.fits_host
+            has_memory_tier = True
+            if not fits(cluster, share=share) and memory.has_memory_tier:
+                memory = memory_model.estimate(layout, has_memory_tier=False)
+                has_memory_tier = False
+                fits = memory.fits if cluster.device == "cpu" else memory.fits_host
             if not fits(cluster, share=share) and config.checkpoint.background is None:
-                memory = memory_model.estimate(layout, has_copy=False)
+                memory = memory_model.estimate(layout, has_copy=False, has_memory_tier=False)
             cost = cost_model.estimate(layout)
             plan = Plan(
                 **vars(layout),
@@ -58,6 +63,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 saves_in_background=memory.saves_in_background,
                 deepspeed=combination.deepspeed | _run_settings(combination, layout),
                 fits=memory.fits(cluster, share=share),
+                has_memory_tier=has_memory_tier,
                 missing=missing,
             )
             # Nearly equal speeds are equal here, and the simpler layout wins.
@@ -72,6 +78,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 if plan.fits
                 else memory.of_device(cluster),  # among those that do not fit, the smallest
                 not plan.saves_in_background,  # there is room for a copy to write from
+                not plan.has_memory_tier,
                 not is_usual,
                 # the speed of a host's optimizer is assumed, so offloading is a last resort
                 layout.offloads_optimizer,

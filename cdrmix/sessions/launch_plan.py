@@ -19,6 +19,7 @@ from cdrmix.checkpoint.candidates import candidates, step_of
 from cdrmix.cluster.devices import devices_here
 from cdrmix.cluster.hosts import is_this_machine
 from cdrmix.cluster.launch import Job
+from cdrmix.engines.archive_of_run import check_archive
 from cdrmix.log import get_logger
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster, make_cluster
 from cdrmix.planning.comparison import Comparison, check_fits, compare
@@ -65,6 +66,7 @@ def check_launch(
         run_dir=run_dir,
         resume=job.resume,
     )
+    check_archive(config, job.run_dir, resume=job.resume)
     compared = None
     if expected.cluster is not None:
         compared = compare(config, expected.cluster, profile=job.profile)

@@ -245,8 +245,7 @@ def _check_start_from(config: Config, *, run_dir: Path | None, resume: str) -> N
     resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
     if resumed is not None and candidates(resumed):
         return  # they are not read any more
-    # The ranks look into the replica too.
-    if resume == "auto" and config.checkpoint.replica is not None and run_dir and run_dir.exists():
+    if resume == "auto" and _has_copies(config) and run_dir and run_dir.exists():
         return
     place = Path(config.training.start_from)
     if start_point.kind_of(place) == "export":
@@ -277,6 +276,8 @@ def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None
     """Refuses to resume where no checkpoint is whole, or of another model; not by digests."""
     if resume == "never" or (resume == "auto" and run_dir is None):  # told by `_check_run_dir`
         return
+    if "://" in resume:  # looked at by the ranks, as a store may take a minute to answer
+        return
     place = Path(resume) if run_dir is None or resume != "auto" else run_dir
     folders = candidates(place)
     if not folders and resume != "auto":
@@ -289,9 +290,13 @@ def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None
                 check_same_model(folder, read_json(folder / "state.json")["config"], config)
             return
         skipped.append((folder.name, "; ".join(reasons)))
-    # The ranks look into the replica too.
-    if skipped and (resume != "auto" or config.checkpoint.replica is None):
+    if skipped and not (resume == "auto" and _has_copies(config)):
         raise all_damaged(place, skipped)
+
+
+def _has_copies(config: Config) -> bool:
+    """True if the ranks look for checkpoints elsewhere too."""
+    return config.checkpoint.replica is not None or config.checkpoint.tiers is not None
 
 
 def _check_run_dir(config: Config, *, run_dir: Path | None, resume: str) -> None:
@@ -338,7 +343,7 @@ def _check_backbone(config: Config, *, run_dir: Path | None, resume: str) -> Non
             "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
             "or training.stage = all"
         )
-    if not candidates(place):
+    if "://" not in option and not candidates(place):
         raise StateError(
             f"{option}: holds no checkpoint to take the backbone from. Give the run directory of a "
             "finished Stage A, or training.stage = all"

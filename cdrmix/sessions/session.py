@@ -14,6 +14,7 @@ from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
+from cdrmix.engines.archive_of_run import check_archive, is_url
 from cdrmix.engines.combination import describe_objectives
 from cdrmix.engines.finish import finish
 from cdrmix.engines.hooks_of_run import hooks_of_run
@@ -29,6 +30,7 @@ from cdrmix.engines.self_replay import own_replay
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.start_from import find_start, take_weights
 from cdrmix.engines.supervision import Requests, supervised
+from cdrmix.engines.tiers_of_run import fetch_resumed, find_in_tiers
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
@@ -85,11 +87,12 @@ def run_training(
         # Hosts read the file from their own disks, and may have versions of it.
         check_same("configurations", "hash", config_hash(config))
         checkpoint = None
-        if resume not in ("never", "auto"):
+        if resume not in ("never", "auto") and not is_url(resume):
             checkpoint = store.find_newest(Path(resume))
             if checkpoint is None:
                 raise nothing_to_resume(resume)
         with open_run_directory(config, requested=run_dir, resume=resume) as directory:
+            runtime.first_rank_does(lambda: check_archive(config, directory.path, resume=resume))
             start = Start(
                 config=config,
                 # Behind the lock: no other start adds notes of what did not fit meanwhile.
@@ -104,10 +107,13 @@ def run_training(
             )
             runtime.first_rank_does(lambda: _announce(start))
             if resume == "auto":
-                checkpoint = store.find_newest(directory.path, *directory.copies)
+                checkpoint = find_in_tiers(directory, config)
                 if checkpoint is None:
                     runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
                     logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
+            if is_url(resume):
+                runtime.first_rank_does(lambda: fetch_resumed(resume, directory, config))
+                checkpoint = store.find_newest(directory.path)
             start.sample = recorded_sample(directory.path, checkpoint)
             start_up.done("resume")
             is_stopped = _run_stages(start, checkpoint)

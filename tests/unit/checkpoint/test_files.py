@@ -15,7 +15,7 @@ from cdrmix.checkpoint import files
 def test_size_and_digest_are_those_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(files, "CHUNK_BYTES", chunk_bytes)
     path = tmp_path / "a.safetensors"
     tensors = {"x": torch.arange(40.0).view(5, 8)[:, ::2], "y": torch.tensor([True])}
     record = files.write_tensors(path, list(tensors.items()), list(tensors.values()))

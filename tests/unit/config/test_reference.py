@@ -36,6 +36,12 @@ NEEDS = {
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
     "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
+    **{
+        path: [f"{tier}.path=/tier"]
+        for tier in ("checkpoint.tiers.local", "checkpoint.tiers.archive")
+        for path in ENTRIES
+        if path.startswith(f"{tier}.")
+    },
     "training.schedule_options": ["training.schedule=my_rates:Waves"],
     "optimizer.options": ["optimizer.kind=my_optimizers:Lion"],
     "model.mixer_options": ["model.mixers=[my_blocks:RunningMean*4]", "stage_b=null"],

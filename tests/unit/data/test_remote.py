@@ -249,7 +249,9 @@ def test_a_wrong_url_is_told_at_once(path: str, told: str, server: Server, tmp_p
     assert sum(server.requests.values()) <= 1
 
 
-def test_a_copy_damaged_since_is_copied_again(server: Server, tmp_path: Path) -> None:
+def test_a_copy_damaged_since_is_told_and_copied_again(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = config(server.url, tmp_path / "cache")
     local = local_folder(settings, LENGTH)
     TokenDataset(local, "train", LENGTH).rows(np.arange(3))
@@ -258,6 +260,30 @@ def test_a_copy_damaged_since_is_copied_again(server: Server, tmp_path: Path) ->
     assert local_folder(settings, LENGTH) == local
     assert TokenDataset(local, "train", LENGTH).rows(np.arange(3))[2, 0] == 8
     assert server.requests["train-code-00000.bin"] == 2
+    assert f"{shard}: damaged (sha256 differs); copied again" in caplog.text
+
+
+def test_a_start_that_does_not_reach_the_url_goes_on_with_the_copies(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(server.url, tmp_path / "cache", cache_bytes=20 * SHARD_BYTES)
+    local = local_folder(settings, LENGTH)
+    rows = TokenDataset(local, "train", LENGTH).rows(np.arange(1000))
+    requests = Counter(server.requests)
+    server.faults = {name: ["busy"] * 7 for name in ("manifest.json", "train-code-00000.bin")}
+    assert local_folder(settings, LENGTH) == local
+    assert "503" in caplog.text
+    assert f"Going on with the copies in {local}" in caplog.text
+    again = TokenDataset(local, "train", LENGTH).rows(np.arange(1000))
+    assert np.array_equal(again, rows)
+    assert server.requests - requests == {"manifest.json": 7}
+    # Nothing is taken on trust: a record that is damaged, or of other content, counts for nothing.
+    (record,) = (tmp_path / "cache").glob(".of-*")
+    for folder_name in ("../elsewhere", "0123456789abcdef"):
+        record.write_text(folder_name)
+        server.faults = {"manifest.json": ["busy"] * 7}
+        with pytest.raises(UnreachableDataError, match="503"):
+            local_folder(settings, LENGTH)
 
 
 def test_another_data_set_at_the_url_is_another_folder(

@@ -269,6 +269,24 @@ def test_training_goes_on_beside_saves_where_there_is_room() -> None:
     assert asked.plan.estimates_to_json() == made.plan.estimates_to_json()
 
 
+def test_checkpoints_in_memory_are_counted_and_left_out_where_hosts_have_no_room() -> None:
+    plain = planned("core-1b", 1, "a100-80").plan.estimates()[0]
+    kept = planned("core-1b", 1, "a100-80", "checkpoint.tiers.memory={keep: 2}").plan
+    memory = kept.estimates()[0]
+    # A copy to write the run directory from, and one for the tier; the third replaces the oldest.
+    assert (memory.checkpoint, memory.memory_tier) == (2 * plain.checkpoint, 3 * plain.checkpoint)
+    assert memory.on_host == memory.checkpoint + memory.memory_tier
+    assert not any(reason.startswith("checkpoints: ") for reason in kept.reasons)
+    many = planned("core-1b", 1, "a100-80", "checkpoint.tiers.memory={keep: 40}").plan
+    assert many.fits
+    assert not many.has_memory_tier
+    assert many.estimates()[0].memory_tier == 0
+    (told,) = (reason for reason in many.reasons if reason.startswith("checkpoints: "))
+    assert told.startswith("checkpoints: checkpoint.tiers.memory is left out: with it ")
+    local = planned("core-1b", 1, "a100-80", "checkpoint.tiers.local={path: /disk}").plan
+    assert local.estimates()[0].checkpoint == 2 * plain.checkpoint
+
+
 @pytest.mark.parametrize(("spare_bytes", "in_background"), [(1e6, True), (-1e6, False)])
 def test_cpu_ranks_wait_for_saves_where_their_own_memory_has_no_room_for_a_copy(
     spare_bytes: float, in_background: bool
