@@ -60,6 +60,8 @@ _EXAMPLES: dict[str, Any] = {
     "hooks": [{"use": "my_hooks:GradientNoise"}],
     "hooks[].use": "my_hooks:GradientNoise",
     "hooks[].options": {"every_steps": 10},
+    "profile": {"steps": [10, 13]},
+    "profile.steps": [10, 13],
     "evaluation.suites": [{"name": "zero-shot", "tasks": "/data/tasks"}],
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,

@@ -132,6 +132,7 @@ _RULES = {
         "free", "may change; a changed value is not logged, because it may be secret"
     ),
     "hooks": _ALTERS,
+    "profile": _FREE,
     # What was measured before the first step stands in the checkpoint, and the text that the model
     # wrote then in the run directory: the ranks compare both, and the order of the samples.
     "cpt": REFUSED,

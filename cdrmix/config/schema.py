@@ -20,6 +20,7 @@ from cdrmix.config.objectives import (
 )
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfigs
+from cdrmix.config.profile import ProfileConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 
@@ -327,9 +328,11 @@ class CheckpointConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """Interval of the log."""
+    """Intervals and extent of what is measured."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+    system: bool = True
+    """Write processors, memory, disks and network of each host into system.jsonl with each line."""
 
 
 class LaunchConfig(Section):
@@ -389,6 +392,8 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     hooks: HookConfigs = ()
     """Code of yours that the run calls at fixed places, on all ranks."""
+    profile: ProfileConfig | None = None
+    """Profile of a window of steps; null: none."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None

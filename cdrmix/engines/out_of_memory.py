@@ -1,4 +1,4 @@
-"""A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
+"""A micro-batch that the memory does not hold: the next start takes smaller ones.
 
 The rank that runs out of memory cannot join the collectives in which the others wait for it. So it
 leaves a note in the run directory, which stays, and ends, which ends the run; the next start goes
@@ -59,18 +59,25 @@ def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
 
 @contextlib.contextmanager
 def noted(run: Run) -> Iterator[None]:
-    """End this rank with `LostAlone` where a GPU's memory runs out, with a note for the next start.
+    """End this rank with `LostAlone` where memory runs out, with a note for the next start and, on
+    GPUs, a snapshot of what the allocator holds.
 
     The exit code is 2 where there is no smaller micro-batch.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         micro = run.plan.micro_batch_size
         rank = runtime.rank()
         cause = str(error).partition("\n")[0]
         note = {"micro_batch_size": micro, "step": run.step, "rank": rank, "error": cause}
+        # Largest first: a phase that was never reached is not among them.
+        by_phase = sorted(run.memory.by_phase().items(), key=lambda each: -each[1])
+        note["peak_bytes_by_phase"] = dict(by_phase)
         path = run.directory.path / _NOTE.format(size=micro)
+        _leave_snapshot(run.directory.path / f"out_of_memory_rank{rank}.pickle")
         # Equal ranks run out of memory together: the one that creates the note logs the error.
         with contextlib.suppress(FileExistsError):
             with path.open("x", encoding="utf-8") as file:
@@ -89,6 +96,25 @@ def noted(run: Run) -> Iterator[None]:
                 )
             logger.error("error: %s", message)
         raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True of an error by which an allocator says that there is no more, CPU's or CUDA's."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    # torch has no class for its CPU allocator's (2.13, c10/core/impl/alloc_cpu.cpp).
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def _leave_snapshot(path: Path) -> None:
+    if not torch.cuda.is_initialized():
+        return
+    from cdrmix.profiling.memory_snapshot import dump_snapshot
+
+    # What is lost is an aid: the note and the end of this rank count more.
+    try:
+        dump_snapshot(path)
+    except (OSError, RuntimeError) as error:
+        logger.warning("warning: %s: cannot be written: %s", path, error)
 
 
 def _advice(run: Run) -> str:
