@@ -12,7 +12,7 @@ class ProfileConfig(Section):
     flops profiler is none of it: it replaces functions of torch while it runs."""
 
     # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
-    steps: tuple[int, ...] = Field(strict=False, min_length=2, max_length=2)
+    steps: tuple[int, ...] = Field(strict=False)
     """First and last optimizer step of the window, counted from 1."""
     ranks: tuple[int, ...] = Field((0,), strict=False, min_length=1)
     """Ranks that are profiled, counted from 0; the others wait where these take longer."""
@@ -31,11 +31,10 @@ class ProfileConfig(Section):
     @field_validator("steps")
     @classmethod
     def _is_a_window(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
-        first, last = steps
-        if not 1 <= first <= last:
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
             raise ValueError(
-                f"steps = [{first}, {last}] is no window: give the first step, from 1 on, and one "
-                "that is not before it, such as [10, 13]"
+                f"steps = {[*steps]} is no window: give the first step, from 1 on, and the last, "
+                "such as [10, 13]"
             )
         return steps
 

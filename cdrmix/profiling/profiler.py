@@ -6,7 +6,6 @@ Training is the same with and without: what is recorded is looked at, and change
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from cdrmix import runtime
 from cdrmix.config.profile import ProfileConfig
 from cdrmix.errors import StateError
 from cdrmix.hooks import Hook, RunView, StepFigures
@@ -27,8 +27,6 @@ from cdrmix.runtime.phases import watched_by
 logger = get_logger(__name__)
 
 FOLDER = "profile"
-# Its lines on stages of its own would stand between ours; errors stay.
-_KINETO_ERRORS = "6"
 
 
 class Profiler(Hook):
@@ -95,7 +93,7 @@ class Profiler(Hook):
         if step >= last:
             logger.info("profile: steps %d to %d are done already", first, last)
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_ERRORS)
+        runtime.quieten_tracer()
         before = self._first - 1 - step  # steps until the window
         warmup = min(1, before)  # in which the tracer starts, so that the first step is like others
         actions = schedule(

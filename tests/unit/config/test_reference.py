@@ -34,6 +34,7 @@ NEEDS = {
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
     "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
+    **{path: ["profile={steps: [1, 2]}"] for path in ENTRIES if path.startswith("profile.")},
     "stage_b.run": ["training.stage=b"],
     **{path: ["training.stage=a"] for path in ENTRIES if path.startswith("model.mtp")},
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
