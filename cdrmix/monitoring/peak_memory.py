@@ -1,7 +1,7 @@
 """Peak memory of this process: by phase of a step, of each step, and between two logged lines.
 
 It is that of the CUDA allocator once CUDA is in use, else that of resident main memory. Taking it
-begins a new peak, at every border of a phase: 3 us on a CPU.
+begins a new peak at every border of a phase: 10 us a phase on a CPU, of which 3 are the reading.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from cdrmix import runtime
 from cdrmix.config.profile import ProfileConfig
@@ -94,17 +94,12 @@ class Profiler(Hook):
             logger.info("profile: steps %d to %d are done already", first, last)
             return
         runtime.quieten_tracer()
-        before = self._first - 1 - step  # steps until the window
-        warmup = min(1, before)  # in which the tracer starts, so that the first step is like others
-        actions = schedule(
-            wait=before - warmup, warmup=warmup, active=last - self._first + 1, repeat=1
-        )
         settings = self._settings
         on_gpu = torch.cuda.is_initialized()
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             # torch asks once before its first step has our number.
-            schedule=lambda number: actions(max(0, number - step - 1)),
+            schedule=lambda number: self._action(max(number, step + 1)),
             on_trace_ready=self._write,
             record_shapes=settings.shapes or not on_gpu,
             profile_memory=settings.memory and on_gpu,
@@ -116,10 +111,19 @@ class Profiler(Hook):
         )
         self._profile.step_num = step + 1  # ProfilerStep#10 is then the tenth of the run
         self._profile.start()
-        if before == 0:
+        if self._first == step + 1:
             self._has_history = settings.memory and memory_snapshot.begin_history()
         self._began = time.perf_counter()
         self._watching.enter_context(watched_by(record_function))
+
+    def _action(self, step: int) -> ProfilerAction:
+        """Action of torch's profiler in a step of the run."""
+        last = self._settings.steps[1]
+        if step == self._first - 1:  # starts the tracer, so that the first step is like others
+            return ProfilerAction.WARMUP
+        if step == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if self._first <= step < last else ProfilerAction.NONE
 
     def _end(self) -> None:
         """Stops, which writes if the window has begun."""

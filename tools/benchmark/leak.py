@@ -75,10 +75,10 @@ def settings(steps: int, *, planted_bytes: int) -> list[str]:
 
 
 def bytes_per_step(sizes: list[tuple[int, int]]) -> float:
-    """Growth of resident memory (bytes per step) behind the first quarter, in which buffers reach
+    """Growth of resident memory (bytes per step) behind the first half, in which buffers reach
     their sizes: the median slope over pairs of samples half of the rest apart, which jumps of
     single steps do not move."""
-    steps, resident = np.array(sizes[len(sizes) // 4 :], dtype=np.float64).T
+    steps, resident = np.array(sizes[len(sizes) // 2 :], dtype=np.float64).T
     half = len(steps) // 2
     slopes = (resident[half:] - resident[: len(resident) - half]) / (
         steps[half:] - steps[: len(steps) - half]

@@ -103,3 +103,33 @@ def test_a_snapshot_that_cannot_be_written_hides_no_error(
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
     out_of_memory._leave_snapshot(tmp_path / "out_of_memory_rank0.pickle")
     assert "cannot be written: no space left" in caplog.text
+
+
+def test_a_run_that_goes_back_profiles_the_steps_that_it_does_again(
+    profiled: profiler.Profiler, calls: list[Any], tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        profiled.on_step(step, FIGURES)
+    profiled.on_rewind(0)
+    for step in (1, 2, 3):
+        profiled.on_step(step, FIGURES)
+    profiled.on_rewind(2)  # behind the window, and into it
+    profiled.on_step(3, FIGURES)
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert names == [f"rank0_steps_{steps}.json" for steps in ("2-2", "2-3", "3-3")]
+    assert [call for call in calls if call[0] == "history"] == [
+        *[("history", "all", 100_000), ("history", None)] * 3
+    ]
+
+
+def test_a_rank_that_is_not_chosen_and_a_window_that_is_over_record_nothing(
+    profiled: profiler.Profiler, calls: list[Any], tmp_path: Path
+) -> None:
+    config: Any = None
+    for rank, step in ((1, 0), (0, 3)):
+        profiled.on_end("done")
+        profiled.on_start(RunView(tmp_path, config, "a", rank, 2, num_steps=9, step=step))
+        for done in range(step, 9):
+            profiled.on_step(done + 1, FIGURES)
+    assert calls == []
+    assert not (tmp_path / "profile").exists()
