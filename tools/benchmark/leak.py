@@ -25,9 +25,9 @@ from cdrmix.hooks import Hook, RunView, StepFigures
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED_BYTES = 4096
-# Most that a step may leave behind, of a planted leak's: a run of a million steps would grow by a
-# gigabyte. Rarer growth, such as a table of Python's that doubles, is below it.
-MOST_BYTES = 1024.0
+# Most that a step may leave behind. Four runs had 240 to 1,640: the allocator grows by a few hundred
+# KiB at a time, ever more seldom.
+MOST_BYTES = 2048
 _EVERY_STEPS = 5
 SMALLEST = (
     *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=1", "model.moe=null"),
@@ -112,7 +112,7 @@ def leak_rows(result: dict[str, Any]) -> list[str]:
         "| run | bytes that a step leaves | demanded | MiB at the end |",
         "|---|---|---|---|",
     ]
-    demanded = {"plain": "less than 1,024", "planted": "more than 1,024"}
+    demanded = {"plain": f"less than {MOST_BYTES:,}", "planted": f"more than {MOST_BYTES:,}"}
     for name, demand in demanded.items():
         found = result[name]
         growth, size = found["bytes_per_step"], found["resident_bytes"] / 2**20
