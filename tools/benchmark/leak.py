@@ -25,7 +25,7 @@ from cdrmix.hooks import Hook, RunView, StepFigures
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED_BYTES = 4096
-# Most that a step may leave behind. Four runs had 240 to 1,640: the allocator grows by a few hundred
+# Most that a step may leave behind. Four runs had 240 to 1,640: the allocator grows by some hundred
 # KiB at a time, ever more seldom.
 MOST_BYTES = 2048
 _EVERY_STEPS = 5
