@@ -174,21 +174,22 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
             furthest = saved
             lost_in_a_row = 0
         lost_in_a_row += 1
+        why = outcome.reason or f"exit code {outcome.exit_code}, see above"
         if lost_in_a_row > job.max_restarts:
-            logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
+            logger.error("error: %s. Given up after %d restarts", why, job.max_restarts)
             break
         if start.resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
             # `auto` would begin a new run here, without the checkpoint that the user named
             logger.error(
                 "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
                 "another --run-dir",
-                *(outcome.reason, job.run_dir, start.resume),
+                *(why, job.run_dir, start.resume),
             )
             break
         wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (lost_in_a_row - 1))
         logger.warning(
             "start %d was lost at step %d (%s); start %d follows in %.0f s",
-            *(number, outcome.step, outcome.reason, number + 1, wait),
+            *(number, outcome.step, why, number + 1, wait),
         )
         time.sleep(wait)
         start = replace(following, hosts=_reachable_hosts(job, is_first=False))

@@ -6,7 +6,8 @@ from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.schema import Config
 from cdrmix.engines.optimizer_check import OptimizerCheck
-from cdrmix.hooks.dispatch import Hooks, NamedHook, configured_hooks
+from cdrmix.hooks.called import NamedHook
+from cdrmix.hooks.dispatch import Hooks, configured_hooks
 from cdrmix.monitoring.system_figures import SystemFigures
 
 # Before hooks of priority 0, which then see a step that was checked.

@@ -128,24 +128,20 @@ def _tell_of_stop(run: Run) -> None:
 
 def _train(run: Run[Batch, Result]) -> bool:
     stage = run.stage
-    failure: DataError | None = None
-
-    def raise_failure() -> None:
-        if failure is not None:
-            raise failure
-
     while run.step < stage.num_steps:
         # Before the batch is read: a checkpoint saved in this turn begins with that batch.
         position = stage.loader.state_dict()
         began = time.perf_counter()
         batch = None
-        failure = None
+        failure: DataError | None = None
         try:
             with phase("data"):
-                batch = run.hooks.batch(stage.next_batch(run))
+                batch = stage.next_batch(run)
         except DataError as error:  # the other ranks wait in `agree` and learn of it there
             failure = error
         waited_for_data = time.perf_counter() - began
+        if batch is not None:
+            batch = run.hooks.batch(batch)
         # On GPUs the optimizer step before ends in here: the first wait for the device.
         agreement = agree(run, batch)
         waited = time.perf_counter() - began
@@ -156,14 +152,7 @@ def _train(run: Run[Batch, Result]) -> bool:
             # Before a save: a checkpoint then holds no step whose loss is known to be bad.
             if react(run, [verdict], position):
                 continue
-        if agreement.evaluate and agreement.ending is None:
-            _evaluate_now(run)
-        if agreement.ending is not None:
-            _end(run, agreement.ending, position)
-        if agreement.stop or agreement.save or agreement.unread:
-            save_run(run, position)
-        if agreement.unread:
-            runtime.together(raise_failure)
+        _carry_out(run, agreement, position, failure)
         if agreement.stop:
             return True
         assert batch is not None, "agreement.unread otherwise"
@@ -190,6 +179,28 @@ def _train(run: Run[Batch, Result]) -> bool:
         _observe(run, result, verdict)
         run.memory.step_done(step)
     return False
+
+
+def _carry_out(
+    run: Run, agreement: Agreement, position: JsonObject, failure: DataError | None
+) -> None:
+    """Evaluate and save as agreed before a step, and raise on all ranks what one has failed with.
+
+    `failure` is this rank's, if its share of the batch could not be read.
+    """
+
+    def raise_failure() -> None:
+        if failure is not None:
+            raise failure
+
+    if agreement.ending is not None:
+        _end(run, agreement.ending, position)
+    if agreement.evaluate:
+        _evaluate_now(run)
+    if agreement.stop or agreement.save or agreement.unread:
+        save_run(run, position)
+    if agreement.unread:
+        runtime.together(raise_failure)
 
 
 def _evaluate_now(run: Run) -> None:

@@ -74,8 +74,10 @@ _EVALUATED_SHARE = 0.07
 
 def _tokens_between(config: Config) -> int:
     """Most tokens that an evaluation between steps reads; where there is an average of the weights,
-    it reads them once more with that."""
-    share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
+    it reads them once more with that. Without an interval, a hook asks for it, as of the end."""
+    if config.evaluation.every_steps is None:
+        return config.evaluation.final_tokens
+    share = _EVALUATED_SHARE * config.evaluation.every_steps
     passes = 1 if config.training.ema_decay is None else 2
     return int(share * config.training.tokens_per_step) // passes
 

@@ -7,9 +7,7 @@ the next step, and there all ranks end, or go on without it.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,32 +16,18 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from cdrmix import runtime
 from cdrmix.config.plugin import HookConfig
 from cdrmix.errors import ConfigError, TrainingError
-from cdrmix.hooks.events import EVENTS, check_events
-from cdrmix.hooks.failure import Failure, failure_of
+from cdrmix.hooks.called import Called, NamedHook, log_traceback
+from cdrmix.hooks.events import check_events
 from cdrmix.hooks.hook import Hook, RunView, StepFigures, Wishes
 from cdrmix.hooks.plugin import make_plugin
 from cdrmix.hooks.returned import added_numbers, other_batch
 from cdrmix.hooks.state import from_json, to_json
-from cdrmix.log import get_logger, log_shown
+from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 # Of a step's time, beyond which a hook is warned of.
 _MOST_SHARE = 0.02
-
-
-@dataclass(frozen=True)
-class NamedHook:
-    """A hook with what the configuration says of it."""
-
-    name: str
-    hook: Hook
-    priority: int = 0
-    on_error: Literal["stop", "warn"] = "stop"
-    unsafe: bool = False
-    # Added by CDRmix: its time and its coming and going are not told, and the numbers that it adds
-    # to a line have names of the table of metrics.
-    is_ours: bool = False
 
 
 def configured_hooks(hooks: Sequence[HookConfig]) -> list[NamedHook]:
@@ -61,20 +45,6 @@ def configured_hooks(hooks: Sequence[HookConfig]) -> list[NamedHook]:
     return made
 
 
-@dataclass
-class _Called:
-    """A hook on this rank."""
-
-    named: NamedHook
-    listens: frozenset[str]  # to these events
-    request: Wishes = field(default_factory=Wishes)
-    view: RunView | None = None  # once it has started
-    seconds: float = 0.0  # in it since the last logged line
-    failure: Failure | None = None  # which the other ranks may not know of yet
-    is_off: bool = False  # alike on all ranks
-    is_slow: bool = False  # and that was told
-
-
 class Ending(NamedTuple):
     """Error of a hook that ends the run on all ranks."""
 
@@ -87,15 +57,11 @@ class Hooks:
 
     def __init__(self, hooks: Sequence[NamedHook] = ()) -> None:
         # A stable sort: hooks of one priority stay in the order given.
-        self._hooks = [
-            _Called(each, _overridden(type(each.hook)))
-            for each in sorted(hooks, key=lambda each: each.priority)
-        ]
+        self._hooks = [Called(each) for each in sorted(hooks, key=lambda each: each.priority)]
+        self._inherited: Mapping[str, Any] | None = None
         self._evaluated_step: int | None = None
         self._step_under_way: int | None = None  # the newest that `backward_done` has told of
         self._num_lines = 0  # with times, since the start of the stage
-
-    # --- events ----------------------------------------------------------------------------
 
     def start(self, view: RunView, *, state: Mapping[str, Any] | None) -> None:
         """Begins a stage: `on_start`, and then, where it goes on from a checkpoint with this
@@ -103,24 +69,30 @@ class Hooks:
         self._evaluated_step = self._step_under_way = None
         self._num_lines = 0
         for each in self._hooks:
-            # What the last step of a stage asked for is done by its end, but for the stop.
-            each.request.wants_save = each.request.wants_evaluation = False
-            engine = view.engine if each.named.unsafe else None
-            each.view = replace(view, request=each.request, engine=engine)
-            self._ask(each, "on_start", partial(each.named.hook.on_start, each.view))
+            each.start(view)
+        given = self._inherited if state is None else state
+        self._inherited = None
+        if given is not None:
+            self._load(given)
         if state is not None:
-            self._load(state)
             self._call("on_resume", view.step)
         for each in self._hooks:
             each.seconds = 0.0
+
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Has the first stage of this process go on with the state of the one before, of which
+        this is state.json."""
+        if all(each.view is None for each in self._hooks):
+            self._inherited = state
 
     def batch(self, batch: T) -> T:
         """Returns a batch, or what hooks have put in its place."""
         for each in self._listening("on_batch"):
             is_mapping = isinstance(batch, Mapping)
             given: Mapping[str, Any] = batch if is_mapping else {"lessons": batch}  # type: ignore[assignment]
-            other = self._ask(each, "on_batch", partial(other_batch, each.named.hook, given))
+            other = each.ask("on_batch", partial(other_batch, each.hook, given))
             if other is not None:
+                each.changes_batches = True
                 batch = other if is_mapping else other["lessons"]  # type: ignore[assignment]
         return batch
 
@@ -137,19 +109,20 @@ class Hooks:
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Tells of the evaluations of a step."""
-        self._evaluated_step = step
+        if "eval/loss" in results:
+            self._evaluated_step = step
         self._call("on_evaluation", step, MappingProxyType(dict(results)))
 
     def is_evaluated(self, step: int) -> bool:
-        """True if the newest evaluation was of this step."""
+        """True if the newest held-out loss is that of this step."""
         return self._evaluated_step == step
 
     def log(self, step: int, record: dict[str, float]) -> dict[str, float]:
         """Returns a line of metrics with what the hooks add to it."""
         for each in self._listening("on_log"):
             name = None if each.named.is_ours else each.named.name
-            add = partial(added_numbers, each.named.hook, step, record, name=name)
-            record |= self._ask(each, "on_log", add) or {}
+            add = partial(added_numbers, each.hook, step, record, name=name)
+            record |= each.ask("on_log", add) or {}
         return record
 
     def saved(self, step: int, folder: Path) -> None:
@@ -169,14 +142,13 @@ class Hooks:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            self._tell_of(error)
+            for each in self._listening("on_error"):
+                each.tell_of_error(error)
             raise
 
     def end(self, outcome: Literal["done", "stopped"]) -> None:
         """Tells of the end of the stage."""
         self._call("on_end", outcome)
-
-    # --- what they ask for, and how they fail ----------------------------------------------
 
     def take_wishes(self) -> Wishes:
         """Returns what this rank's hooks ask for, those of all in one; a stop stays asked for."""
@@ -216,27 +188,29 @@ class Hooks:
             raise ending.error
 
     def _settle(self) -> Ending | None:
-        of_ranks = runtime.all_gather_object([each.failure for each in self._hooks])
+        here = [(each.failure, each.changes_batches) for each in self._hooks]
         ending = None
-        for each, failures in zip(self._hooks, zip(*of_ranks, strict=True), strict=True):
-            failure = next(filter(None, failures), None)
+        for each, of_ranks in zip(
+            self._hooks, zip(*runtime.all_gather_object(here), strict=True), strict=True
+        ):
+            failure = next((failed for failed, _ in of_ranks if failed), None)
             if failure is None:
                 continue
-            _log_traceback(each.named, failure)
-            if each.named.on_error == "warn":
-                self._switch_off(each, failure)
+            log_traceback(each.named, failure)
+            # Of the step that comes, the failed hook's rank may have another batch than the others.
+            changes_batches = any(changes for _, changes in of_ranks)
+            if each.named.on_error == "warn" and not changes_batches:
+                each.switch_off(failure)
             elif ending is None:
-                error = failure.kind(f"hook {_described(each.named)}: {failure.told}")
+                error = failure.kind(f"{each.named}: {failure.told}")
                 ending = Ending(error, not each.named.unsafe)
         return ending
-
-    # --- state and time --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Entry `hooks` of state.json: state by name; empty without any. Called on all ranks."""
         states = {}
         for each in self._hooks:
-            state = self._ask(each, "state_dict", partial(_state_of, each.named.hook))
+            state = each.ask("state_dict", partial(_state_of, each.hook))
             if state is not None and (state or not each.named.is_ours):
                 states[each.named.name] = state
         return {"hooks": states} if states else {}
@@ -271,7 +245,7 @@ class Hooks:
         return metrics
 
     @property
-    def _timed(self) -> list[_Called]:
+    def _timed(self) -> list[Called]:
         return [each for each in self._hooks if not each.named.is_ours]
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -279,8 +253,8 @@ class Hooks:
         states: dict[str, Any] = state.get("hooks", {})
         for each in self._hooks:
             if each.named.name in states:
-                load = partial(_give_state, each.named.hook, states[each.named.name])
-                self._ask(each, "load_state_dict", load)
+                give = partial(_give_state, each.hook, states[each.named.name])
+                each.ask("load_state_dict", give)
         names = [each.named.name for each in self._hooks]
         ours = [each.named.name for each in self._hooks if each.named.is_ours]
         new = [name for name in names if name not in states and name not in ours]
@@ -290,68 +264,17 @@ class Hooks:
         if changes:
             logger.info("hooks: %s", "; ".join(changes))
 
-    # --- calls -----------------------------------------------------------------------------
+    def _listening(self, event: str) -> list[Called]:
+        return [each for each in self._hooks if event in each.listens]
 
     def _now_at(self, step: int) -> None:
         for each in self._hooks:
             if each.view is not None:
                 each.view.step = step
 
-    def _listening(self, event: str) -> list[_Called]:
-        return [each for each in self._hooks if event in each.listens]
-
     def _call(self, event: str, *arguments: Any) -> None:
         for each in self._hooks:
-            if event in each.listens:
-                self._ask(each, event, partial(getattr(each.named.hook, event), *arguments))
-
-    def _ask(self, each: _Called, event: str, action: Callable[[], T]) -> T | None:
-        """Calls a hook that has not failed; notes its error, which is None's, as its time."""
-        if each.is_off or each.failure is not None:
-            return None
-        began = time.perf_counter()
-        try:
-            return action()
-        except Exception as error:  # the other ranks wait in `agree` and learn of it there
-            if each.named.hook.collective:
-                raise
-            each.failure = failure_of(error, event=event, rank=runtime.rank())
-            return None
-        finally:
-            each.seconds += time.perf_counter() - began
-
-    def _switch_off(self, each: _Called, failure: Failure) -> None:
-        each.is_off, each.failure = True, None
-        if runtime.rank() == 0:
-            logger.warning(
-                "warning: hook %s: %s. It is off from here on, on all ranks (on_error: warn)",
-                *(_described(each.named), failure.told),
-            )
-
-    def _tell_of(self, error: BaseException) -> None:
-        """`on_error`, also of the hook that has failed."""
-        for each in self._listening("on_error"):
-            if each.view is not None and not each.is_off:
-                try:
-                    each.named.hook.on_error(error)
-                except Exception as another:  # the first error is the one to tell
-                    why = failure_of(another, event="on_error", rank=runtime.rank()).told
-                    logger.warning("warning: hook %s: %s", _described(each.named), why)
-
-
-def _overridden(kind: type[Hook]) -> frozenset[str]:
-    """Events that a class does something at."""
-    return frozenset(event for event in EVENTS if getattr(kind, event) is not getattr(Hook, event))
-
-
-def _described(named: NamedHook) -> str:
-    kind = type(named.hook)
-    return f"{named.name} ({kind.__module__}:{kind.__qualname__})"
-
-
-def _log_traceback(named: NamedHook, failure: Failure) -> None:
-    if failure.traceback and runtime.rank() == 0:
-        log_shown(logger, f"hook {named.name}: {failure.told}\n{failure.traceback.rstrip()}")
+            each.call(event, *arguments)
 
 
 def _state_of(hook: Hook) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def _set_up(
     of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
     if not resumes and start.directory.holds(source.path) and "health" in state:
         start.health.load_state_dict(state["health"])  # one record for both stages
+        start.hooks.inherit(state)
     for name, parameter in course.model.named_parameters():
         # A block is on its own pipeline stage. Other parts are on every stage: the first one alone
         # counts and saves them.

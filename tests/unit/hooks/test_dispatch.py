@@ -15,7 +15,8 @@ import torch
 from cdrmix.config.load import load_config
 from cdrmix.errors import ConfigError, DataError, HookError, StateError
 from cdrmix.hooks import Hook, RunView, StepFigures, Wishes
-from cdrmix.hooks.dispatch import Hooks, NamedHook
+from cdrmix.hooks.called import NamedHook
+from cdrmix.hooks.dispatch import Hooks
 from cdrmix.hooks.state import from_json, to_json
 from tests.conftest import TINY
 
@@ -24,11 +25,14 @@ STEP = StepFigures(0.5, 0.1, is_skipped=False)
 
 def started(*hooks: NamedHook, state: Mapping[str, Any] | None = None) -> Hooks:
     """Hooks of a run at step 4."""
-    place = {"rank": 0, "world_size": 1, "num_steps": 8, "step": 4}
-    view = RunView(directory=Path(), config=load_config(TINY), stage="a", engine="engine", **place)
     made = Hooks(hooks)
-    made.start(view, state=state)
+    made.start(view(), state=state)
     return made
+
+
+def view() -> RunView:
+    place = {"rank": 0, "world_size": 1, "num_steps": 8, "step": 4}
+    return RunView(directory=Path(), config=load_config(TINY), stage="a", engine="engine", **place)
 
 
 class Calls(Hook):
@@ -90,6 +94,17 @@ def test_another_batch_takes_the_place_of_the_first() -> None:
     assert batch["input_ids"] is other and batch["labels"] is BATCH["labels"]
     lessons = started(NamedHook("same", Batches(lambda batch: {"lessons": batch["lessons"][::-1]})))
     assert lessons.batch([1, 2]) == [2, 1]
+
+
+def test_a_hook_that_changes_batches_is_not_switched_off() -> None:
+    changed = iter([dict(BATCH), None])
+    hooks = started(NamedHook("changing", Batches(lambda _: next(changed)), on_error="warn"))
+    hooks.batch(BATCH)
+    hooks.batch(BATCH)
+    assert hooks.agreed() is None
+    hooks.batch(BATCH)  # StopIteration: on other ranks it may have changed this one
+    ending = hooks.agreed()
+    assert ending is not None and "on_batch failed on rank 0: StopIteration" in str(ending.error)
 
 
 class Logs(Hook):
@@ -299,6 +314,20 @@ def test_hooks_that_came_or_went_since_a_checkpoint_are_told_in_one_line(
     assert caplog.messages == [
         "hooks: new: not in this checkpoint, and begin anew; gone: in it, and not in this run"
     ]
+
+
+def test_the_first_stage_of_a_process_goes_on_with_the_state_of_the_stage_before() -> None:
+    before = started(NamedHook("a", Counting()))
+    before.step_done(5, STEP)
+    counting = Counting()
+    hooks = Hooks([NamedHook("a", counting)])
+    hooks.inherit(before.state_dict())
+    hooks.start(view(), state=None)
+    assert counting.count == 1
+    hooks.step_done(6, STEP)
+    hooks.inherit(before.state_dict())
+    hooks.start(view(), state=None)
+    assert counting.count == 2, "it has gone through both stages itself"
 
 
 def test_a_slow_hook_is_warned_of_once_behind_the_first_line(
