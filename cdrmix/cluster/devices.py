@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cdrmix.cluster.probe import HIDING, driver_devices
+from cdrmix.cluster.probe import HIDING, driver_devices, rocm_devices
 
 # Of a host with CPUs alone, DeepSpeed's launcher starts a rank for each of these.
 _NUMA_NODES = Path("/sys/devices/system/node")
@@ -57,7 +57,10 @@ def devices_here(variables: Mapping[str, str] | None = None) -> Devices:
 
 
 def _smallest_gib() -> float | None:
-    """Memory of the smallest device by NVIDIA's own program (GiB); None where it does not say."""
+    """Memory of the smallest device by its maker's program (GiB); None where it does not say."""
+    if "NVIDIA" not in driver_devices():
+        sizes = [device.memory_bytes for device in rocm_devices()]
+        return min(filter(None, sizes)) / 2**30 if any(sizes) else None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)

@@ -142,7 +142,8 @@ def _devices(answers: Answers, ranks: Mapping[str, int], *, over_ssh: bool) -> F
             lacks[name] = f"{len(devices)} devices for {ranks[name]} ranks"
     unusable = {name: told["unusable"] for name, told in answers.items() if told["unusable"]}
     if unusable:
-        remedy = 'python -c "import torch; print(torch.version.cuda)" and nvidia-smi tell more'
+        versions = "import torch; print(torch.version.cuda, torch.version.hip)"
+        remedy = f'python -c "{versions}" and nvidia-smi or rocm-smi tell more'
         return Finding("devices", "FAIL", listed(unusable), remedy)
     if lacks:
         remedy = "give as many slots in the hostfile (or --nproc) as there are devices"

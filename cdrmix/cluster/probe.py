@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -55,6 +55,35 @@ def driver_devices(root: Path = Path("/")) -> dict[str, int]:
     return {maker: count for maker, count in counts.items() if count}
 
 
+class RocmDevice(NamedTuple):
+    """Device as AMD's own program tells of it."""
+
+    name: str
+    memory_bytes: int | None
+
+
+def rocm_devices() -> list[RocmDevice]:
+    """AMD's devices by rocm-smi; none where it is missing or says nothing of use.
+
+    Its JSON has a card by name, with its series and memory under keys whose capitals differ
+    between versions.
+    """
+    query = ["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+        cards = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    devices = []
+    for card in cards.values() if isinstance(cards, dict) else ():
+        told = {key.lower(): value for key, value in card.items()} if isinstance(card, dict) else {}
+        memory = str(told.get("vram total memory (b)", ""))
+        if "card series" in told or memory:
+            size = int(memory) if memory.isdecimal() else None
+            devices.append(RocmDevice(str(told.get("card series", "AMD")), size))
+    return devices
+
+
 def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     """Message about devices that torch cannot use although no variable hides them, or None.
 
@@ -88,7 +117,7 @@ def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
-    # names and memory by NVIDIA's own program; of other devices the maker alone
+    # names and memory by the makers' own programs, else the maker alone
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     devices: list[str] = []
     with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
@@ -102,6 +131,12 @@ def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
         usable = int(done.stdout) if done.returncode == 0 else 0
     if devices:
         counts.pop("NVIDIA", None)
+    if "AMD" in counts and (cards := rocm_devices()):
+        counts.pop("AMD")
+        devices += [
+            f"{card.name}, {card.memory_bytes >> 20} MiB" if card.memory_bytes else card.name
+            for card in cards
+        ]
     devices += [maker for maker, count in counts.items() for _ in range(count)]
     free = [
         shutil.disk_usage(path).free if os.path.isdir(path) else None

@@ -82,6 +82,8 @@ _EXAMPLES: dict[str, Any] = {
     "monitoring.trackers": ["tensorboard", {"use": "wandb", "options": {"mode": "online"}}],
     "monitoring.trackers[].use": "mlflow",
     "monitoring.trackers[].options": {"project": "rwkx"},
+    "profile": {"steps": [10, 13]},
+    "profile.steps": [10, 13],
     "evaluation.suites": [{"name": "zero-shot", "tasks": "/data/tasks"}],
     "evaluation.suites[].name": "zero-shot",
     "evaluation.suites[].every_steps": 5_000,

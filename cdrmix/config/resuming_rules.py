@@ -136,6 +136,7 @@ _RULES = {
     ),
     "resources": _FREE,
     "hooks": _ALTERS,
+    "profile": _FREE,
     # What was measured before the first step stands in the checkpoint, and the text that the model
     # wrote then in the run directory: the ranks compare both, and the order of the samples.
     "cpt": REFUSED,

@@ -22,6 +22,7 @@ from cdrmix.config.objectives import (
 )
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.plugin import HookConfigs, NameOrPlugin, is_plugin
+from cdrmix.config.profile import ProfileConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
@@ -327,7 +328,7 @@ class TrainingConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """Interval of the log, and trackers, which get a copy of it."""
+    """Intervals and extent of what is measured, and trackers, which get a copy of it."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
     # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
@@ -337,6 +338,8 @@ class MonitoringConfig(Section):
     tracker_wait_seconds: float = Field(10.0, ge=0)
     """Longest wait for trackers at the end of a stage (seconds); what they have not written by then
     is told, and `cdrmix track` writes it."""
+    system: bool = True
+    """Write processors, memory, disks and network of each host into system.jsonl with each line."""
 
     @field_validator("trackers")
     @classmethod
@@ -371,6 +374,8 @@ class Config(Section):
     plugins: str | None = None
     """Folder of Python files of yours, whose classes other keys name as module:Name; null:
     `plugins` beside this file, where there is one."""
+    profile: ProfileConfig | None = None
+    """Profile of a window of steps; null: none."""
     cpt: CptConfig | None = None
     """Continual pre-training; null: training is not compared with the model that it began with."""
     stage_b: StageBConfig | None = None

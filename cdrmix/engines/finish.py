@@ -19,6 +19,7 @@ from cdrmix.evaluation.ngram import unigram_and_bigram
 from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
+from cdrmix.planning.utilisation import utilisation
 
 logger = get_logger(__name__)
 # Folder in a run directory with the adapters of a finished run.
@@ -44,6 +45,7 @@ def finish(run: Run, stage: Pretraining) -> None:
         lines = read_metrics(path / METRICS)
         # Before the first step there is none.
         speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+        speed = statistics.median(speeds) if speeds else None
         summary: dict[str, Any] = {
             "name": run.config.name,
             "steps": run.step,
@@ -51,7 +53,8 @@ def finish(run: Run, stage: Pretraining) -> None:
             "loss": lines[-1].get("loss") if lines else None,
             "seconds": run.seconds,
             # A mean would count the slow first steps of each start.
-            "tokens_per_second_median": statistics.median(speeds) if speeds else None,
+            "tokens_per_second_median": speed,
+            **_utilisation(run, speed),
             "goodput": run.wall_time.to_json(),
             "start_up": run.start_up.to_json(),
             "evaluation": evaluation.as_json(),
@@ -79,6 +82,19 @@ def finish(run: Run, stage: Pretraining) -> None:
     runtime.first_rank_does(write_results)
     if run.config.model.lora is not None:
         runtime.first_rank_does(lambda: _write_adapter(run))
+
+
+def _utilisation(run: Run, speed: float | None) -> dict[str, Any]:
+    """Entry on the share of the devices' peak at a speed (tokens per second); empty where either is
+    unknown."""
+    found = speed and utilisation(
+        run.config,
+        device=runtime.device_name(),
+        world_size=runtime.world_size(),
+        tokens_per_second=speed,
+        recomputes=run.plan.activation_checkpointing,
+    )
+    return {"utilisation": found._asdict()} if found else {}
 
 
 def _log_evaluation(evaluation: Evaluation, average: Evaluation | None) -> None:

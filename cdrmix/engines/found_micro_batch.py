@@ -66,7 +66,7 @@ def key_of(config: Config, plan: Plan) -> dict[str, Any]:
     return {
         "cdrmix": __version__,
         "packages": {name: version(name) for name in _PACKAGES},
-        "device": runtime.device_name(),
+        "device": runtime.device_name() or "cpu",
         # rounded: kernels reserve a little more or less of a host at each start
         "device_memory_gib": round(runtime.device_memory_gib(), 1),
         "memory_share": config.resources.share,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 
 from cdrmix import runtime
+from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.schema import Config
 from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.hooks.called import NamedHook
 from cdrmix.hooks.dispatch import Hooks, configured_hooks
+from cdrmix.monitoring.system_figures import SystemFigures
 from cdrmix.tracking.choice import trackers_of
 from cdrmix.tracking.hook import TrackerHook
 from cdrmix.tracking.writer import make_tracker
 
 # Before hooks of priority 0, which then see a step that was checked.
 _FIRST = -1000
+# Behind them: what they do in a step belongs to it.
+_LAST = 1000
 
 
-def hooks_of_run(config: Config) -> Hooks:
+def hooks_of_run(config: Config, heartbeat: Heartbeat) -> Hooks:
     """Makes the hooks of a run, the same on all ranks; collective. Raises ConfigError on every
     rank."""
     hooks: list[NamedHook] = runtime.together(lambda: configured_hooks(config.hooks))
@@ -27,6 +31,15 @@ def hooks_of_run(config: Config) -> Hooks:
         hooks.append(NamedHook(name, OptimizerCheck(), _FIRST, unsafe=True, is_ours=True))
     if config.monitoring.trackers != ():
         hooks.append(_trackers(config))
+    if config.monitoring.system:
+        system = SystemFigures(runtime.local_rank())
+        hooks.append(NamedHook("cdrmix:system", system, _LAST, on_error="warn", is_ours=True))
+    if config.profile is not None:
+        # Only here: a run without one imports nothing of it.
+        from cdrmix.profiling.profiler import Profiler
+
+        profiler = Profiler(config.profile, long_phase=heartbeat.phase)
+        hooks.append(NamedHook("cdrmix:profile", profiler, _LAST, on_error="warn", is_ours=True))
     names = runtime.all_gather_object([each.name for each in hooks])
     assert all(each == names[0] for each in names), "a hook has a vote on every rank, or on none"
     return Hooks(hooks)

@@ -21,6 +21,7 @@ from cdrmix.hooks import RunView
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.sinks import write_json_atomic
+from cdrmix.runtime.phases import watched_by
 
 logger = get_logger(__name__)
 
@@ -48,7 +49,7 @@ def run_stage(
         True if a signal or a hook stopped it; the state is then saved.
     """
     stage = run.stage
-    with run:
+    with run, watched_by(run.memory.watch):
         with run.heartbeat.phase("starting"):
             state = _resume_and_describe(run, checkpoint, resumes=resumes)
         # Inside the guard, which has errors of its own for some.

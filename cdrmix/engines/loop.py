@@ -28,12 +28,13 @@ from cdrmix.hooks import StepFigures
 from cdrmix.hooks.dispatch import Ending
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
-from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
+from cdrmix.monitoring.metrics import record
 from cdrmix.optimizers.average import keep_average
 from cdrmix.optimizers.muon import Muon
-from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.pipeline import Pipeline, name_phases
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
+from cdrmix.runtime.phases import phase
 
 logger = get_logger(__name__)
 
@@ -75,6 +76,8 @@ def start_engine(
     runtime.share_timeout()
     if isinstance(made, Muon):
         join(engine, made, config)
+    if isinstance(model, Pipeline):
+        name_phases(engine)
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if averages and config.training.ema_decay is not None:
@@ -142,7 +145,8 @@ def _train(run: Run[Batch, Result]) -> bool:
         batch = None
         failure: DataError | None = None
         try:
-            batch = stage.next_batch(run)
+            with phase("data"):
+                batch = stage.next_batch(run)
         except DataError as error:  # the other ranks wait in `agree` and learn of it there
             failure = error
         waited_for_data = time.perf_counter() - began
@@ -181,7 +185,9 @@ def _train(run: Run[Batch, Result]) -> bool:
         run.observer.step_done(run.step, seconds, waited=waited_for_data)
         run.wall_time.step_done(run.step, seconds)
         run.hooks.step_done(run.step, StepFigures(seconds, waited_for_data, is_skipped))
+        step = run.step  # a verdict on it may go back
         _observe(run, result, verdict)
+        run.memory.step_done(step)
     return False
 
 
@@ -294,7 +300,7 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     run.observer.window = []
     seconds = sum(of_step for of_step, _ in window)
     waited = sum(of_step for _, of_step in window)
-    peak = take_memory_peak_bytes()
+    peak = run.memory.take()
     # The slowest and the fullest rank count: the others wait for the one, and the run ends with
     # the other.
     usage = (peak, peak / (runtime.device_memory_gib() * 2**30), waited, waited / seconds)

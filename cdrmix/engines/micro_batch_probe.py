@@ -34,7 +34,7 @@ from cdrmix.engines.training_data import Corpus
 from cdrmix.engines.training_step import train_step
 from cdrmix.errors import EXIT_FAULT
 from cdrmix.log import get_logger
-from cdrmix.monitoring.metrics import take_memory_peak_bytes
+from cdrmix.monitoring.peak_memory import take_peak_bytes
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.planning.cluster import GIB
@@ -165,7 +165,7 @@ def _samples(
 
 def _peak(config: Config, plan: Plan, topology: Topology, samples: Batch) -> int:
     """Bytes that this rank holds at most in a step of a plan, with an engine of its own."""
-    take_memory_peak_bytes()
+    take_peak_bytes()
     steps, micro = plan.gradient_accumulation_steps, plan.micro_batch_size
     batch = {
         name: values[: steps * micro].reshape(steps, micro, *values.shape[2:])
@@ -193,11 +193,11 @@ def _taken_bytes() -> int:
     """Most memory of this rank's device since the last reading (bytes): on CPUs resident memory, on
     GPUs what torch has reserved, and what is beside it."""
     if runtime.use_cpu():
-        return take_memory_peak_bytes()
+        return take_peak_bytes()
     free, total = torch.cuda.mem_get_info()
     beside = max(0, total - free - torch.cuda.memory_reserved())
     reserved = torch.cuda.max_memory_reserved()
-    take_memory_peak_bytes()
+    take_peak_bytes()
     return reserved + beside
 
 

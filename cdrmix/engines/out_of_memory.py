@@ -1,4 +1,4 @@
-"""A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
+"""A micro-batch that the memory does not hold: the next start takes smaller ones.
 
 The rank that runs out of memory cannot join the collectives in which the others wait for it. So it
 leaves a note in the run directory, which stays, and ends, which ends the run; the next start goes
@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,13 +65,16 @@ def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
 
 @contextlib.contextmanager
 def noted(run: Run) -> Iterator[None]:
-    """End this rank with `LostAlone` where a GPU's memory runs out, with a note for the next start.
+    """End this rank with `LostAlone` where memory runs out, with a note for the next start and, on
+    GPUs, a snapshot of what the allocator holds.
 
     The exit code is 2 where there is no smaller micro-batch.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         micro = run.plan.micro_batch_size
         if micro == 1:
             then = f"micro batches of one sample. {_advice(run)}"
@@ -80,18 +84,26 @@ def noted(run: Run) -> Iterator[None]:
                 f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with "
                 "--resume auto, which `cdrmix launch` does by itself"
             )
-        write_note(run.directory.path, micro, error, step=run.step, then=then)
+        # Largest first: a phase that was never reached is not among them.
+        by_phase = dict(sorted(run.memory.by_phase().items(), key=lambda each: -each[1]))
+        _leave_snapshot(run.directory.path / f"out_of_memory_rank{runtime.rank()}.pickle")
+        write_note(
+            *(run.directory.path, micro, error),
+            step=run.step,
+            then=then,
+            peak_bytes_by_phase=by_phase,
+        )
         raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
 
 
 def write_note(
-    run_dir: Path, micro: int, error: torch.OutOfMemoryError, *, step: int, then: str
+    run_dir: Path, micro: int, error: Exception, *, step: int, then: str, **measured: Any
 ) -> None:
     """Leave a note of a micro batch that did not fit behind a step, and log it once: `then` says
-    which one it was, and what happens next."""
+    which one it was, and what happens next; `measured` joins the note."""
     rank = runtime.rank()
     cause = str(error).partition("\n")[0]
-    note = {"micro_batch_size": micro, "step": step, "rank": rank, "error": cause}
+    note = {"micro_batch_size": micro, "step": step, "rank": rank, "error": cause, **measured}
     # Equal ranks run out of memory together: the one that creates the note logs the error.
     with contextlib.suppress(FileExistsError):
         with (run_dir / _NOTE.format(size=micro)).open("x", encoding="utf-8") as file:
@@ -100,6 +112,25 @@ def write_note(
         if rank > 0:
             log_to_file(run_dir / LOG)
         logger.error("error: rank %d ran out of memory after step %d with %s", rank, step, then)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True of an error by which an allocator says that there is no more, CPU's or CUDA's."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    # torch has no class for its CPU allocator's (2.13, c10/core/impl/alloc_cpu.cpp).
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def _leave_snapshot(path: Path) -> None:
+    if not torch.cuda.is_initialized():
+        return
+    from cdrmix.profiling.memory_snapshot import dump_snapshot
+
+    # What is lost is an aid: the note and the end of this rank count more.
+    try:
+        dump_snapshot(path)
+    except (OSError, RuntimeError) as error:
+        logger.warning("warning: %s: cannot be written: %s", path, error)
 
 
 def _advice(run: Run) -> str:

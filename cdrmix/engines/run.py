@@ -29,6 +29,7 @@ from cdrmix.hooks.dispatch import Hooks
 from cdrmix.monitoring.goodput import WallTime
 from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.monitoring.metrics import SHOWN_ONLY
+from cdrmix.monitoring.peak_memory import PeakMemory
 from cdrmix.monitoring.sinks import MetricsFile, Progress
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.plan import Plan
@@ -234,6 +235,7 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     stage: Stage[Batch, Result]
     saver: TieredSaver  # writes the checkpoints
     observer: Observer = field(default_factory=Observer)
+    memory: PeakMemory = field(default_factory=PeakMemory)  # of this rank
     step: int = 0  # optimizer steps completed
     # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
     unjudged: tuple[Tensor, float] | None = None

@@ -24,6 +24,7 @@ from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.thresholds import move_thresholds
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.zero3 import next_token_losses
+from cdrmix.runtime.phases import phase
 
 
 class MicroStep(NamedTuple):
@@ -149,16 +150,19 @@ def train_step(
         parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
     else:
         for inputs in micro_batches:
-            part = micro_step(
-                *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                nats_scale=scale,
-                segment_ids=inputs.get("segment_ids"),
-                weights=combination.label_weights(inputs),
-                further=combination.further_labels(inputs, engine.module),
-                terms=combination.terms(inputs, engine.module.embedding),
-            )
-            engine.backward(part.loss)
-            engine.step()  # DeepSpeed clips and updates at the last micro-step alone
+            with phase("forward"):
+                part = micro_step(
+                    *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
+                    nats_scale=scale,
+                    segment_ids=inputs.get("segment_ids"),
+                    weights=combination.label_weights(inputs),
+                    further=combination.further_labels(inputs, engine.module),
+                    terms=combination.terms(inputs, engine.module.embedding),
+                )
+            with phase("backward"):
+                engine.backward(part.loss)
+            with phase("optimizer"):
+                engine.step()  # DeepSpeed clips and updates at the last micro-step alone
             parts.append(part)
     is_skipped = engine.skipped_steps > skipped
     move_thresholds(engine.module, config, topology, step=step, is_skipped=is_skipped)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 
 from cdrmix.config.plugin import HookConfig
@@ -56,7 +57,10 @@ def _found(module: str) -> ModuleSpec | None:
         if spec is not None and (places := spec.submodule_search_locations) is None:
             return None
         finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
-        spec = next(filter(None, (find(path, places) for find in finders if find)), None)
+        try:
+            spec = next(filter(None, (find(path, places) for find in finders if find)), None)
+        except KeyError:  # of a namespace package, whose own parent is not imported yet
+            return find_spec(module)  # imports its parents
         if spec is None:
             return None
     return spec

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.runtime.phases import phase
 
 logger = get_logger(__name__)
 
@@ -133,12 +134,12 @@ class WallTime:
         self._step = step
 
     @contextmanager
-    def spent(self, part: str) -> Iterator[None]:
-        """Counts the time in this context as a part: checkpoint_stall or evaluation."""
-        assert part in PARTS, part
+    def spent(self, part: Literal["checkpoint_stall", "evaluation"]) -> Iterator[None]:
+        """Counts the time in this context as a part, which is a phase of the step as well."""
         began = time.monotonic()
         try:
-            yield
+            with phase("evaluation" if part == "evaluation" else "checkpoint"):
+                yield
         finally:
             self._parts[part] += time.monotonic() - began
 

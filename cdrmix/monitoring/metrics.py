@@ -5,15 +5,11 @@ when a record is made, so that a typo cannot start a second series. A row whose 
 family: a metric for each domain, or folder, of the data, whose key `member_name` makes.
 """
 
-import contextlib
 import re
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
-from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
@@ -128,6 +124,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("suite/*/*/*", "as the metric's name says", "none"),
     # Where it is not 0: depends on the machine.
     Metric("tracker/dropped", "lines of this start", "none", deterministic=False),
+    # Of system.jsonl alone, for each host.
+    Metric("system/cpu_share", "share busy since the line before", "none", deterministic=False),
+    Metric(
+        "system/load", "processes that run or wait, mean of a minute", "none", deterministic=False
+    ),
+    Metric("system/memory_available_bytes", "bytes", "none", deterministic=False),
+    Metric("system/disk_read_bytes", "bytes since the line before", "none", deterministic=False),
+    Metric("system/disk_written_bytes", "bytes since the line before", "none", deterministic=False),
+    Metric(
+        "system/network_received_bytes", "bytes since the line before", "none", deterministic=False
+    ),
+    Metric("system/network_sent_bytes", "bytes since the line before", "none", deterministic=False),
     # Numbers that hooks add: name of the hook, and key.
     Metric("plugin/*/*", "as the hook says", "none", deterministic=False),
     Metric("hooks/*/seconds", "seconds in a hook", "max", "step", deterministic=False),
@@ -181,29 +189,6 @@ SHOWN_ONLY = ("eval/seconds", "cpt/seconds")
 def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:
     """Drops from a record the times, throughput and memory, which differ between equal runs."""
     return {name: value for name, value in line.items() if _look_up(name).deterministic}
-
-
-def take_memory_peak_bytes() -> int:
-    """Returns the peak memory of this process since the last call (bytes), and begins a new peak.
-
-    It is that of the CUDA allocator once CUDA is in use, else that of resident main memory. A
-    kernel that cannot begin a new peak (not Linux, or /proc mounted read-only) gives the one since
-    the start of the process.
-    """
-    import torch  # here, so that reports are written without loading torch
-
-    if torch.cuda.is_initialized():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes; Linux counts KiB
-    # VmHWM rather than ru_maxrss, which remembers what the process was before exec
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM begins anew
-    return int(kib) * 1024
 
 
 def _look_up(name: str) -> Metric:

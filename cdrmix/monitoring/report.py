@@ -25,6 +25,7 @@ from cdrmix.monitoring.objectives_page import objectives_report
 from cdrmix.monitoring.page import PAGE, Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
+from cdrmix.monitoring.profile_page import profile_report
 from cdrmix.monitoring.provenance_page import (
     data_card,
     domain_losses,
@@ -143,6 +144,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "objectives": objectives_report(run),
         "cpt": cpt_report(run),
         "suites": suites_report(run),
+        "profile": profile_report(run),
         "starts": starts(run),
         "data": data_card(run),
         "uneven": _uneven_routing(run),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed
@@ -43,9 +43,11 @@ from cdrmix.planning.blocks.routers import num_statistics, router_places
 from cdrmix.planning.depth import DEPTH_STATISTICS
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stages import stage_layers
+from cdrmix.runtime.phases import Phase, phase
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
+from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.module import PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: E402
 
@@ -215,6 +217,34 @@ class Pipeline(PipelineModule):
             weight = self.stage.embedding.weight
             source = topology.rank_at(0)
             torch.distributed.broadcast(weight, src=source, group=topology.embedding_group)
+
+
+# Of DeepSpeed's instructions (0.19.8, runtime/pipe/schedule.py); what is sent and received between
+# stages is waiting, and in no phase.
+_PHASES: dict[str, Phase] = {
+    "LoadMicroBatch": "data",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "ReduceTiedGrads": "backward",
+    "ReduceGrads": "backward",
+    "OptimizerStep": "optimizer",
+}
+
+
+def name_phases(engine: PipelineEngine) -> None:
+    """Has DeepSpeed's engine run its instructions in the phases that they belong to."""
+
+    def within(name: Phase, method: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: PipelineEngine, **arguments: Any) -> None:
+            with phase(name):
+                method(engine, **arguments)
+
+        return run
+
+    engine._INSTRUCTION_MAP = {  # of this engine, in the place of the class's
+        kind: within(_PHASES[kind.__name__], method) if kind.__name__ in _PHASES else method
+        for kind, method in engine._INSTRUCTION_MAP.items()
+    }
 
 
 class StagedBackbone:

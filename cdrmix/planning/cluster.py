@@ -76,6 +76,10 @@ PRESETS: dict[str, Cluster] = {
         # AMD MI300X data sheet: 1,307 and 163.4 TFLOP/s, Infinity Fabric 896 GB/s both ways over
         # seven links, 192 GB. Azure ND MI300X v5: one 400 Gb/s adapter a GPU, 1,850 GiB of host.
         _preset("mi300x-192", 191.5, intra=448, inter=50, half=1307, single=163.4, host=1850),
+        # AMD MI250X data sheet: 383 and 95.7 TFLOP/s and 128 GB for two dies, each a device of its
+        # own. Frontier's user guide: eight of 64 GB a node, 50 to 200 GB/s between them, four 200
+        # Gb/s adapters and 512 GB of host memory. torch: 63.98 GiB.
+        _preset("mi250x-64", 63.9, intra=50, inter=12.5, half=191.5, single=47.8, host=480),
         # NVIDIA Ada whitepaper, GeForce RTX 4090: 165.2 TFLOP/s with sums in float32, 82.6 without
         # tensor cores. PCIe 4.0 x16, 32 GB/s each way, and no peer-to-peer: half of it is assumed,
         # as are 100 Gb/s and 256 GB a node. torch: 23.64 GiB.
@@ -137,7 +141,9 @@ def make_cluster(
 
 def _like(gpu_memory_gib: float) -> Cluster:
     """Returns the smallest preset of a GPU with as much memory, or the largest of all."""
-    accelerators = [each for each in PRESETS.values() if each.device == "cuda"]
+    # A die of an MI250X is half as fast as others of its size.
+    known = (each for name, each in PRESETS.items() if name != "mi250x-64")
+    accelerators = [each for each in known if each.device == "cuda"]
     accelerators.sort(key=lambda each: each.memory_gib)
     # a nominal size is up to 5 % above the capacity that torch reports
     enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)

@@ -18,7 +18,7 @@ import torch.distributed
 from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.network import free_port, interface_towards
 from cdrmix.runtime.environment import have_met, local_rank, map_environment
-from cdrmix.runtime.hardware import device, use_cpu
+from cdrmix.runtime.hardware import accelerator, check_deepspeed_agrees, device, use_cpu
 
 T = TypeVar("T")
 _SECONDS_TO_TEAR_DOWN = 60.0
@@ -74,10 +74,13 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     """Makes the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
 
     Raises InfrastructureError if the port is taken or the address cannot be reached for now,
-    ConfigError if the address does not exist, or this user may not bind the port.
+    ConfigError if the address does not exist, or this user may not bind the port, or the devices
+    are of a kind that is refused.
     """
     map_environment()
+    accelerator()  # before DeepSpeed, which fails at one that torch here has no extension for
     deepspeed = import_deepspeed()
+    check_deepspeed_agrees(deepspeed)
     _GroupSettings.timeout = timedelta(minutes=timeout_minutes)
     if not use_cpu():
         if torch.cuda.device_count() == 1:  # srun shows each task its own device as number 0

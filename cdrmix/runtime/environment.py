@@ -160,3 +160,9 @@ def end_with_launcher(on_orphaned: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, on_orphaned)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), on_orphaned)
+
+
+def quieten_tracer() -> None:
+    """Has torch's tracer, Kineto, log its errors alone, unless the user asks for more; its lines on
+    each of its stages would stand between ours."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

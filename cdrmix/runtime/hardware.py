@@ -10,14 +10,16 @@ import platform
 import random
 import subprocess
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from cdrmix import __version__
+from cdrmix.errors import ConfigError
 from cdrmix.runtime.environment import local_rank, local_world_size
 from cdrmix.runtime.host_memory import host_memory_gib
 
@@ -29,9 +31,75 @@ def use_cpu() -> bool:
     return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
 
 
+def accelerator() -> Literal["cuda", "cpu"]:
+    """Kind of device that this rank computes on; "cuda" stands for ROCm too, as in torch.
+
+    Raises ConfigError if another kind is asked for by DS_ACCELERATOR, or is here and is not
+    declined by it.
+    """
+    asked = os.environ.get("DS_ACCELERATOR")
+    if asked in ("cpu", "cuda"):
+        return "cpu" if use_cpu() else "cuda"
+    other = asked or (None if torch.cuda.is_available() else _other_accelerator())
+    if other is None:
+        return "cpu" if use_cpu() else "cuda"
+    what = f"DS_ACCELERATOR = {asked}" if asked else f"this host has {_name_of(other)}"
+    why = _REFUSED.get(other, "nothing here was run on it")
+    raise ConfigError(
+        f"{what}: CDRmix trains on CUDA, ROCm and CPUs, and refuses {_name_of(other)}: {why}. "
+        "Set DS_ACCELERATOR=cpu to train on CPUs"
+    )
+
+
+# Of DeepSpeed's accelerators (0.19.8, accelerator/real_accelerator.py).
+_REFUSED = {
+    "xpu": "neither a gradient of its kernels nor its collectives (oneCCL) were checked",
+    "hpu": "it compiles graphs of fixed shapes, and experts here get as many tokens as choose them",
+    "npu": "neither a gradient of its kernels nor its collectives (HCCL) were checked",
+    "mps": "torch has no collectives on it, and no float64 for the checks of kernels",
+}
+_NAMES = {
+    "xpu": "an Intel GPU (xpu)",
+    "hpu": "an Intel Gaudi (hpu)",
+    "npu": "a Huawei Ascend (npu)",
+    "mps": "an Apple GPU (mps)",
+}
+# Extensions of torch that bring a kind of device, as DeepSpeed looks for them.
+_EXTENSIONS = {"npu": "torch_npu", "hpu": "habana_frameworks"}
+
+
+def _name_of(kind: str) -> str:
+    return _NAMES.get(kind, f"the accelerator {kind}")
+
+
+def _other_accelerator() -> str | None:
+    """Kind that torch, or an extension of it, has here beside CUDA and ROCm; None: no other."""
+    if torch.xpu.is_available():
+        return "xpu"
+    for kind, package in _EXTENSIONS.items():
+        if find_spec(package) is not None:
+            return kind
+    return "mps" if torch.backends.mps.is_available() else None
+
+
+def check_deepspeed_agrees(deepspeed: Any) -> None:
+    """Raises ConfigError if DeepSpeed has chosen another kind of device than this rank."""
+    chosen = deepspeed.accelerator.get_accelerator()._name
+    if chosen != accelerator():
+        raise ConfigError(
+            f"DeepSpeed has chosen the accelerator {chosen}, and torch here has {accelerator()}. "
+            f"Set DS_ACCELERATOR={accelerator()}"
+        )
+
+
 def device() -> torch.device:
     """Device of this rank."""
     return torch.device("cpu") if use_cpu() else torch.device("cuda", local_rank())
+
+
+def device_name() -> str | None:
+    """Name of this rank's device by torch; None on CPUs."""
+    return None if use_cpu() else torch.cuda.get_device_name(device())
 
 
 def device_memory_gib() -> float:
@@ -102,11 +170,6 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def device_name() -> str:
-    """Name of this rank's device, as its maker gives it; `cpu` for all CPUs."""
-    return "cpu" if use_cpu() else torch.cuda.get_device_properties(device()).name
-
-
 def describe_environment() -> dict[str, Any]:
     """Versions and devices of this run, for environment.json. Never variables or host secrets."""
     facts: dict[str, Any] = {
@@ -128,6 +191,7 @@ def describe_environment() -> dict[str, Any]:
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
+            **({"rocm": torch.version.hip} if torch.version.hip else {}),
         }
     return facts
 

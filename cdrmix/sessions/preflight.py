@@ -39,6 +39,7 @@ from cdrmix.errors import (
     ConfigError,
     DataError,
     InfrastructureError,
+    PlanError,
     StateError,
     TrainingError,
 )
@@ -87,6 +88,7 @@ def check_start(
         check_sources(config.hooks)
     with _noted(found):
         configured_retention(config.checkpoint)
+        _check_profile(config, world_size=world_size)
     found += _data_problems(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
@@ -113,6 +115,25 @@ def check_start(
         # A mistake counts more than a passing fault, which the same command may not meet again.
         gravest = min(found, key=lambda each: each.exit_code)
         raise type(gravest)("\n".join(dict.fromkeys(str(each) for each in found)))
+
+
+def _check_profile(config: Config, *, world_size: int) -> None:
+    if config.profile is None:
+        return
+    first, last = config.profile.steps
+    steps = config.training.num_steps
+    if config.training.stage == "a" and first > steps:
+        raise PlanError(
+            f"profile.steps = [{first}, {last}]: the run ends after step {steps}. Try steps up to "
+            "it, or profile=null"
+        )
+    missing = [rank for rank in config.profile.ranks if rank >= world_size]
+    if missing:
+        raise PlanError(
+            f"profile.ranks = {[*config.profile.ranks]}: this run has {world_size} "
+            f"rank{'s' * (world_size > 1)}, counted from 0. Leave out "
+            f"{', '.join(map(str, missing))}"
+        )
 
 
 @contextlib.contextmanager

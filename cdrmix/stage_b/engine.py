@@ -37,6 +37,7 @@ from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.tensor import is_copy
+from cdrmix.runtime.phases import phase
 from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of
 from cdrmix.stage_b.phases import Course, LessonMetrics
 
@@ -207,13 +208,16 @@ class StageB(Stage[list[Any], LessonResult]):
         coming = iter(losses)
         # As many on every rank, with no gradient beyond its lessons: none waits in a collective.
         for slot in range(slots):
-            lesson = next(coming, None)
+            with phase("forward"):
+                lesson = next(coming, None)
             if lesson is not None:
                 metrics.append({"loss": lesson[0].detach(), **lesson[1]})
-            engine.backward(in_order(engine, None if lesson is None else scale * lesson[0]))
-            if slot == slots - 1:  # the gradients are complete, and DeepSpeed's update comes next
-                self.clip.prepare(engine.optimizer)
-            engine.step()
+            with phase("backward"):
+                engine.backward(in_order(engine, None if lesson is None else scale * lesson[0]))
+            with phase("optimizer"):
+                if slot == slots - 1:  # the gradients are complete; DeepSpeed's update comes next
+                    self.clip.prepare(engine.optimizer)
+                engine.step()
         return metrics
 
     def _learn_policy(
@@ -228,7 +232,8 @@ class StageB(Stage[list[Any], LessonResult]):
         metrics: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
             # Of all lessons before any is learned from: their mean divergence may end the epochs.
-            losses = [self.course.rollout_loss(each) for each in collected]
+            with phase("forward"):
+                losses = [self.course.rollout_loss(each) for each in collected]
             metrics = [
                 {**each.metrics, "loss": loss.detach(), **of_loss}
                 for each, (loss, of_loss) in zip(collected, losses, strict=True)

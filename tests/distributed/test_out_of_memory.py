@@ -39,6 +39,21 @@ def start_short_of_memory(argv: list[str]) -> int:
     return start(argv)
 
 
+def run_out_of_main_memory() -> None:
+    """As `run_out_of_memory`, by asking torch's allocator on CPUs for what no host has."""
+    from cdrmix.models.backbone import Backbone
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    Backbone.forward = fail  # type: ignore[method-assign]
+
+
+def start_short_of_main_memory(argv: list[str]) -> int:
+    run_out_of_main_memory()
+    return start(argv)
+
+
 def losses(run_dir: Path) -> list[float]:
     lines = read_metrics(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
@@ -61,6 +76,10 @@ def test_one_rank_short_of_memory_ends_all_and_the_next_start_takes_half(
     told = "rank 1 ran out of memory after step 5 with micro batches of 2 samples. The next start"
     assert found.log.count(told) == 1
     note = json.loads((short / "out_of_memory_2.json").read_text())
+    peaks = note.pop("peak_bytes_by_phase")
+    assert min(peaks.values()) > 2**20
+    assert "forward" in peaks
+    assert [*peaks.values()] == sorted(peaks.values(), reverse=True)
     assert note == {"micro_batch_size": 2, "step": 5, "rank": 1, "error": MESSAGE}
 
     argv = arguments(small_corpus, short, *settings)
@@ -103,3 +122,15 @@ def test_one_sample_that_does_not_fit_is_an_error_with_advice(
         assert "ran out of memory after step 0 with micro batches of one sample" in outcome.output
         assert "`cdrmix plan`" in outcome.output
         assert "Traceback" not in outcome.output
+
+
+def test_main_memory_that_runs_out_is_noted_as_well(small_corpus: Path, run_dir: Path) -> None:
+    argv = arguments(small_corpus, run_dir, *overrides(DENSE), "--max-steps", "1")
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(start_short_of_main_memory, 1, argv)
+    assert (
+        "ran out of memory after step 0 with micro batches of 2" in caught.value.outcomes[0].output
+    )
+    note = json.loads((run_dir / "out_of_memory_2.json").read_text())
+    assert "DefaultCPUAllocator: can't allocate memory" in note["error"]
+    assert {"data", "forward"} <= {*note["peak_bytes_by_phase"]}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark.data_rows import loader_rows, not_compared, reading_rows
+from tools.benchmark.leak import leak_rows
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
@@ -411,6 +412,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
     "quality": ("Held-out loss beside peers, by optimizer and objective", quality_rows),
     "muon": ("Muon beside AdamW", muon_rows),
+    "leak": ("Leaks over 2,000 steps", leak_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "live": ("Live view", live_rows),

@@ -64,8 +64,10 @@ class RWKVBlock(BlockType):
             yield Parameter(f"mixer.group_norm.{name}", (width,), "norms", cut=0)
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int) -> int:
-        """8 D N for the recurrence with heads of N, independent of the kernel."""
-        return 8 * model.hidden_size * model.head_dim
+        """9 D N for the recurrence with heads of N, independent of the kernel: for each element of
+        a state a product for its decay, two operations each for what is replaced, for putting that
+        back, for the new value and for what is read."""
+        return 9 * model.hidden_size * model.head_dim
 
     def saved(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
         """Inputs of the projections, and what the op and its surroundings save of each head."""
@@ -122,7 +124,7 @@ class RWKVBlock(BlockType):
 
     def state_form_flops(self, model: ModelConfig) -> int:
         """The op over K values more, and the entering state added to y."""
-        return 10 * model.hidden_size * model.head_dim
+        return 11 * model.hidden_size * model.head_dim
 
     def halo_values(self, model: ModelConfig) -> int:
         """The token before the first one, for both shifts."""

@@ -10,7 +10,6 @@ from cdrmix.monitoring.metrics import (
     member_name,
     member_of,
     record,
-    take_memory_peak_bytes,
 )
 
 
@@ -72,21 +71,10 @@ def test_only_times_throughput_and_memory_differ_between_equal_runs():
     varying |= {"policy/retrieval_milliseconds", "cpt/seconds"}
     varying |= {"plugin/*/*", "hooks/*/seconds", "tracker/dropped"}
     line = record(step=1, **{metric.name: 1.0 for metric in METRICS if metric.name != "step"})
+    varying |= {name for name in line if name.startswith("system/")}  # of a file of their own
     assert set(line) - set(deterministic_part(line)) == varying
 
 
 def test_names_are_unique_and_a_sum_over_ranks_says_what_it_is_divided_by():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.denominator for metric in METRICS if metric.reduction == "sum")
-
-
-@pytest.mark.skipif(torch.cuda.is_initialized(), reason="CUDA in use: the allocator's peak counts")
-def test_memory_peak_is_in_bytes_and_that_since_the_line_before():
-    take_memory_peak_bytes()
-    before = take_memory_peak_bytes()
-    peaks = []
-    for mib in (128, 64, 0):  # the second spike lies below the first
-        held = np.ones(mib * 2**20, dtype=np.uint8)
-        del held
-        peaks.append(take_memory_peak_bytes() - before)
-    assert peaks == pytest.approx([2**27, 2**26, 0], abs=2**24)

@@ -91,7 +91,7 @@ def test_the_table_shows_variants_and_the_new_model_aligned(monkeypatch, capsys)
     lines = table.splitlines()
     assert len({len(line) for line in lines}) == 1
     row = " ".join(lines[1].split())
-    assert row == "cdrmix-reason-1b 2048 24 16 4608 4.17 1.45 9.13 5.36"
+    assert row == "cdrmix-reason-1b 2048 24 16 4608 4.17 1.45 9.14 5.36"
     assert lines[5].startswith("cdrmix-reason-3b-active")
     assert section.startswith("model:\n  hidden_size: ")
 

@@ -14,7 +14,7 @@ def told(**sizes: object) -> str:
 
 def test_presets_have_less_memory_than_their_name_says_and_faster_links_inside_a_node() -> None:
     assert list(PRESETS) == [
-        "a100-80", "h100-80", "h200-141", "mi300x-192", "rtx4090-24", "cpu"
+        "a100-80", "h100-80", "h200-141", "mi300x-192", "mi250x-64", "rtx4090-24", "cpu"
     ]  # fmt: skip
     for name, preset in PRESETS.items():
         assert preset.name == name

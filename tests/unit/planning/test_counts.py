@@ -99,7 +99,7 @@ def test_flops_follow_the_formula_of_each_kind_of_block() -> None:
     width, inner, length, head_dim = 128, 256, 512, 32
     ranks = 32 + 32 + 32 + 64  # of decay, learning rate, value and gate
     experts = 2 * 4 * width * inner + 2 * width * 8
-    rwkv = 8 * width**2 + 4 * width * ranks + 8 * width * head_dim + experts
+    rwkv = 8 * width**2 + 4 * width * ranks + 9 * width * head_dim + experts
     first = rwkv - 4 * width * 32  # makes v_first, and so has no value path
     attention = 8 * width**2 + 2 * length * width + experts
     assert forward_flops_by_layer(TINY, length) == [first, rwkv, rwkv, attention]

@@ -1,0 +1,1 @@
+"""Profiles of single steps: traces, tables of kernels and collectives, snapshots of memory."""
