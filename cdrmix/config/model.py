@@ -109,8 +109,8 @@ class ModelConfig(Section):
     """Block type of each layer from the input, in place of schedule and transformer_fraction: rwkv,
     transformer, mamba, routing_mamba, or package.module:Name of yours; NAME*N stands for N layers.
     null: by the schedule."""
-    mixer_options: Annotated[dict[str, dict[str, Any]], AfterValidator(HashableDict)] = (
-        HashableDict()
+    mixer_options: Annotated[dict[str, dict[str, Any]], AfterValidator(HashableDict)] = Field(
+        default_factory=HashableDict
     )
     """Options of block types of yours, by the name that mixers gives each; they check them."""
     ffn_hidden_size: int = Field(ge=1)

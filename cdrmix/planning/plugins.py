@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -22,9 +22,6 @@ from cdrmix.config.plugin import PluginConfig, is_plugin
 from cdrmix.config.schema import TrainingConfig
 from cdrmix.errors import ConfigError
 from cdrmix.hooks.plugin import make_plugin
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Schedule(ABC):
@@ -59,9 +56,10 @@ class OptimizerType(ABC):
         self.options = options  # instance of `Options`, checked
 
     @abstractmethod
-    def make(self, groups: list[dict[str, Any]], training: TrainingConfig) -> torch.optim.Optimizer:
-        """Makes the optimizer of these parameter groups, each with `params`, `lr`, `weight_decay`
-        and `name`: matrices, vectors without decay, and experts. `lr` is set before each step."""
+    def make(self, groups: list[dict[str, Any]], training: TrainingConfig) -> Any:
+        """Makes the `torch.optim.Optimizer` of these parameter groups, each with `params`, `lr`,
+        `weight_decay` and `name`: matrices, vectors without decay, and experts. `lr` is set before
+        each step."""
 
     def state_bytes(self, elements: int, partitions: int) -> int:
         """Bytes of the state of so many elements in flat partitions, masters left out."""
@@ -89,11 +87,9 @@ class LossTerm(ABC):
         the counts of all ranks and micro-batches are summed before the first one is run."""
 
     @abstractmethod
-    def total(
-        self, hidden: torch.Tensor, logits: Callable[[], torch.Tensor], batch: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Sums the term over a micro-batch, scalar, from the normalised output of the last block,
-        [B, T, D], and the logits, [B, T, V], which are computed when they are asked for."""
+    def total(self, hidden: Any, logits: Callable[[], Any], batch: Mapping[str, Any]) -> Any:
+        """Sums the term over a micro-batch, a scalar tensor, from the normalised output of the last
+        block, [B, T, D], and the logits, [B, T, V], which are computed when they are asked for."""
 
     @abstractmethod
     def flops_per_token(self, model: ModelConfig) -> float:

@@ -186,6 +186,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "mamba": model.mamba and model.mamba.model_dump(),
         "routing_mamba": model.routing_mamba and model.routing_mamba.model_dump(),
         "mtp": model.mtp and model.mtp.model_dump(),
+        "mixer_options": model.mixer_options,  # all types are there
     }
     values["model"] = sizes | _small_layers(model, sizes, degrees)
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
@@ -200,6 +201,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "min_learning_rate": 1e-4,
         # whose lengths would not fit into so few steps
         "schedule": "cosine",
+        "schedule_options": {},
         "hold_learning_rate": None,
         "settle_steps": None,
         "global_batch_size": micro * accumulation * degrees.sample_ranks,

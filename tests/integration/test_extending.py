@@ -93,6 +93,31 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     }
 
 
+def test_a_block_a_schedule_an_optimizer_and_a_term_train(folder: Path, small_corpus: Path) -> None:
+    config = folder / "run.yaml"
+    shutil.copy(ROOT / CONFIG, config)
+    run = folder / "run"
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(model:.*?)```", page, re.DOTALL)
+    given = yaml.safe_load(text)
+    # Fewer layers, and a model smaller than the page's.
+    given["model"] |= {"mixers": ["rwkv", *given["model"]["mixers"][1:2]], "moe": None}
+    given["model"]["transformer_fraction"] = 0.25
+    settings = {
+        f"{section}.{key}": value for section in given for key, value in given[section].items()
+    }
+    settings |= {"training.max_steps": 3, "training.learning_rate": 1e-3}
+    words = overrides([f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    assert run_ranks(start, 1, arguments(small_corpus, run, *words, config=config)) == [0]
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] < lines[0]["loss"] and lines[0]["objective/Flat/loss"] > 0
+    records = json.loads(next((run / "starts").glob("*.json")).read_text())
+    assert {*records["plugins"]} == {"pairs:Pairs", "waves:Waves", "sign:Sign", "flat:Flat"}
+    lines_of_block = [line for line in examples()["pairs.py"].splitlines() if line.strip()]
+    assert len(lines_of_block) <= 40
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_source_and_a_step_in_a_build(folder: Path, workers: int) -> None:
     (folder / "mails").mkdir()

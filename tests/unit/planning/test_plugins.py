@@ -22,6 +22,7 @@ from cdrmix.planning.counts import parameters
 from cdrmix.planning.plugin_checks import check_plugins
 from cdrmix.planning.plugins import optimizer_of
 from cdrmix.planning.profile import check_legal, choose
+from cdrmix.planning.shrink import rehearsals
 from tests import plugins
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
@@ -169,6 +170,23 @@ def test_memory_is_that_of_the_declared_state_and_the_terms() -> None:
     assert layout.memory is not None and with_term.memory is not None
     more = with_term.memory.activations - layout.memory.activations
     assert more == 4 * 256 * 3 * 4 * config().model.vocab_size
+
+
+def test_a_rehearsal_keeps_blocks_optimizer_and_terms() -> None:
+    given = config(
+        BLOCKS,
+        "model.mixer_options={'tests.plugins:Window': {tokens: 3}}",
+        "training.schedule=tests.plugins:Waves",
+        "training.schedule_options={period_steps: 4}",
+        "optimizer.kind=tests.plugins:HeavyBall",
+        "objectives.plugins=[{use: tests.plugins:Length}]",
+    )
+    plan = choose(given, processes(2))
+    for each in rehearsals(given, plan):
+        assert set(given.model.mixers or ()) == set(each.config.model.mixers or ())
+        assert each.config.model.mixer_options == given.model.mixer_options
+        assert each.config.optimizer == given.optimizer
+        assert each.config.objectives.plugins == given.objectives.plugins  # type: ignore[union-attr]
 
 
 def test_a_block_of_planning_alone_imports_no_torch(tmp_path: Path) -> None:
