@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from cdrmix.config.schema import TrainingConfig
 from cdrmix.planning.blocks.block_type import BlockType
 from cdrmix.planning.parameter import Parameter
 from cdrmix.planning.plugins import OptimizerType, Schedule
-from tests.plugins import Values, WholeWindow, Window, WindowMixer
+from tests.plugins import Length, Values, WholeWindow, Window, WindowMixer
 
 
 class Uncounted(BlockType):
@@ -149,3 +149,15 @@ class Fails(_Trying):
 
 class Rests(_Trying):
     pass
+
+
+class Owes(Length):
+    def count(self, batch: Mapping[str, Tensor]) -> float:
+        return -1.0
+
+
+class Scatters(Length):
+    def total(
+        self, hidden: Tensor, logits: Callable[[], Tensor], batch: Mapping[str, Tensor]
+    ) -> Tensor:
+        return hidden.mean(-1)

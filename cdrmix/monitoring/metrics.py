@@ -38,7 +38,8 @@ METRICS: tuple[Metric, ...] = (
     # Under `objectives`: nats of each objective over its own labels, and fim_middle, of the middles
     # of documents rearranged for infilling, which are a part of fim. `loss` is then over all
     # labels, whatever they weigh. One of which a step had no label is left out of its line.
-    # With `model.mtp` also mtp_2 to mtp_n: nats of the token so many ahead, over its labels.
+    # With `model.mtp` also mtp_2 to mtp_n: nats of the token so many ahead, over its labels. With
+    # `objectives.plugins` also terms of a user's, over what they count, in their units.
     Metric("objective/*/loss", "nats", "sum", "label of the objective"),
     Metric("objective/z_loss", "squared logarithm, unweighted", "sum", "label, by its weight"),
     Metric("objective/total", "weighted sum of these, without the routers' losses", "none"),

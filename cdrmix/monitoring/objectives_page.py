@@ -37,6 +37,7 @@ def objectives_report(run: RecordedRun) -> dict[str, Any] | None:
     if objectives is None and not names:
         return None
     weights = objectives.model_dump() if objectives else {}
+    weights |= {each.label: each.weight for each in objectives.plugins} if objectives else {}
     known = [*OF_TOKENS, *(name for name in names if name not in OF_TOKENS)]
     rows = [
         (

@@ -20,6 +20,7 @@ from cdrmix.planning.layout import ELEMENT_BYTES, Combination, Degrees
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.plugin_checks import check_plugins
+from cdrmix.planning.plugins import optimizer_of
 from cdrmix.planning.search import combinations, search
 from cdrmix.planning.text_page import size_text
 
@@ -185,6 +186,10 @@ def _reasons(
     if plan.sequence_checkpoint_tokens is not None:
         span, why = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
+    of_user = optimizer_of(config.optimizer)
+    if of_user is not None:
+        held = f"{of_user.state_bytes(1, 0)} bytes of state beside each master weight"
+        reasons.append(f"optimizer {config.optimizer.kind}: {held}, as it declares")
     shared = ""
     if degrees.sequence > 1:
         shared = f" / sequence {degrees.sequence}"
