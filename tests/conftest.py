@@ -61,6 +61,7 @@ _SLOW = (
     "tests/distributed/test_stage_b",
     "tests/distributed/test_store_faults",
     "tests/distributed/test_supervision",
+    "tests/distributed/test_tiers",
     "tests/distributed/test_trackers",
 )
 
