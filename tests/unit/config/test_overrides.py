@@ -70,4 +70,6 @@ def test_a_name_of_other_trainers_in_a_file_is_one_problem_not_two(tmp_path: Pat
 def test_names_of_other_trainers_mean_keys_that_there_are_and_are_none_themselves() -> None:
     paths = {".".join(path) for path in field_paths(Config)}
     assert {*COMMON_NAMES.values()} <= paths
-    assert not {*COMMON_NAMES} & {path.rpartition(".")[2] for path in paths}
+    ours = {*COMMON_NAMES} & {path.rpartition(".")[2] for path in paths}
+    assert ours == {"steps"}  # of `profile`; in `training` it means max_steps
+    assert "max_steps" in problems(TINY, "training.steps=5")[0]
