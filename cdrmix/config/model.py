@@ -110,7 +110,7 @@ class ModelConfig(Section):
     transformer, mamba, routing_mamba, or package.module:Name of yours; NAME*N stands for N layers.
     null: by the schedule."""
     mixer_options: Annotated[dict[str, dict[str, Any]], AfterValidator(HashableDict)] = Field(
-        default_factory=HashableDict
+        {}, validate_default=True
     )
     """Options of block types of yours, by the name that mixers gives each; they check them."""
     ffn_hidden_size: int = Field(ge=1)

@@ -22,6 +22,7 @@ from cdrmix.config.load import (
     with_absolute_paths,
     with_layout,
 )
+from cdrmix.config.plugin_folder import PLUGINS
 from cdrmix.config.redaction import REDACTED, redacted
 from cdrmix.config.resuming_rules import REFUSED, ResumedChange, rule_of
 from cdrmix.config.schema import Config, ParallelConfig, TrainingConfig
@@ -98,7 +99,7 @@ def config_of_start(
             raise _no_file(run_dir, resume)
         return load_config(config, overrides)
     given = load_config(config, overrides) if config is not None else None
-    kept = own.values
+    kept = _without_code_within(own, overrides)
     values = _without_defaults_of_layout(kept)
     if given is not None:
         asks_for_stage = any(each.partition("=")[0] == "training.stage" for each in overrides)
@@ -120,6 +121,23 @@ def config_of_start(
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
+
+
+def _without_code_within(own: _Own, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns a run's values without a folder of plug-ins that lies in the run itself; refuses one
+    if no override names another: run directories are handed on, and must not run code."""
+    folder = own.values.get(PLUGINS)
+    within = own.place.parent.resolve()
+    if not isinstance(folder, str) or not Path(folder).expanduser().resolve().is_relative_to(
+        within
+    ):
+        return own.values
+    if not any(each.partition("=")[0] == PLUGINS for each in overrides):
+        raise ConfigError(
+            f"{own.place}: plugins = {folder} lies in the run itself, which may be of anyone. Look "
+            "at its code, copy the folder to another place, and give --set plugins=DIR"
+        )
+    return {**own.values, PLUGINS: None}
 
 
 def _completed(kept: dict[str, Any], given: Config, *, takes_stage_b: bool) -> dict[str, Any]:

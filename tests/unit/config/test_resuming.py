@@ -70,6 +70,20 @@ def test_a_run_goes_on_with_its_own_values(
         assert config_of_start(None, [], run_dir=None, resume=str(place)) == own
 
 
+def test_code_in_the_directory_of_a_run_is_not_run(tmp_path: Path) -> None:
+    code = tmp_path / "run" / "plugins"
+    run = make_run(tmp_path / "run", f"plugins={code}", "hooks=[{use: 'planted:Hook'}]")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="lies in the run itself"):
+        resumed(run)
+    with pytest.raises(ConfigError, match="lies in the run itself"):
+        config_of_start(None, [], run_dir=None, resume=str(run / "checkpoints" / "4"))
+    assert resumed(run, f"plugins={tmp_path / 'mine'}").plugins == str(tmp_path / "mine")
+    # elsewhere it is the run's own choice
+    other = make_run(tmp_path / "other", f"plugins={tmp_path / 'mine'}")
+    assert resumed(other).plugins == str(tmp_path / "mine")
+
+
 def test_a_checkpoint_without_its_run_tells_its_configuration(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "training.seed=7")
     copied = (run / "checkpoints" / "4").rename(tmp_path / "copied")
