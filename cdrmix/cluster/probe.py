@@ -102,22 +102,9 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     )
 
 
-def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
-    """Versions, devices, clock, interface, limits, free space and leftovers of this host.
-
-    Args:
-        folder: of the runs.
-        towards: address of the first host, which ranks connect to.
-        variables: JSON object of those that a start hands to the ranks of this host.
-    """
-    os.environ.update(json.loads(variables))
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        os.environ.pop("NCCL_SOCKET_IFNAME", None)  # ranks on CPUs talk by gloo alone
-    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    # names and memory by the makers' own programs, else the maker alone
+def _devices() -> tuple[list[str], int]:
+    """Devices of this host, each with name and memory or else its maker, and how many torch can
+    use."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     devices: list[str] = []
     with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
@@ -138,6 +125,25 @@ def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
             for card in cards
         ]
     devices += [maker for maker, count in counts.items() for _ in range(count)]
+    return devices, usable
+
+
+def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
+    """Versions, devices, clock, interface, limits, free space and leftovers of this host.
+
+    Args:
+        folder: of the runs.
+        towards: address of the first host, which ranks connect to.
+        variables: JSON object of those that a start hands to the ranks of this host.
+    """
+    os.environ.update(json.loads(variables))
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)  # ranks on CPUs talk by gloo alone
+    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    devices, usable = _devices()
     free = [
         shutil.disk_usage(path).free if os.path.isdir(path) else None
         for path in (folder, _SHARED_MEMORY)

@@ -143,38 +143,15 @@ def train_step(
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
-    parts: list[MicroStep] = []
     scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     skipped = engine.skipped_steps
-    if topology.degrees.pipeline > 1:
-        parts = _pass_through_stages(engine, config, topology, micro_batches, combination, scale)
-    else:
-        for inputs in micro_batches:
-            with phase("forward"):
-                part = micro_step(
-                    *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
-                    nats_scale=scale,
-                    segment_ids=inputs.get("segment_ids"),
-                    weights=combination.label_weights(inputs),
-                    further=combination.further_labels(inputs, engine.module),
-                    terms=combination.terms(inputs, engine.module.embedding),
-                )
-            with phase("backward"):
-                engine.backward(part.loss)
-            with phase("optimizer"):
-                engine.step()  # DeepSpeed clips and updates at the last micro-step alone
-            parts.append(part)
+    run = _pass_through_stages if topology.degrees.pipeline > 1 else _accumulate
+    parts = run(engine, config, topology, micro_batches, combination, scale)
     is_skipped = engine.skipped_steps > skipped
     move_thresholds(engine.module, config, topology, step=step, is_skipped=is_skipped)
-    # Pipeline stages before the last have no parts.
-    nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
-    num_sums = 2 * combination.num_sums
-    sums = torch.stack([part.parts for part in parts]).sum(0) if parts else torch.zeros(num_sums)
-    totals = (
-        torch.stack([part.totals for part in parts]).sum(0)
-        if parts
-        else torch.zeros(combination.num_terms)
-    )
+    nats = _sum([part.nats for part in parts])
+    sums = _sum([part.parts for part in parts], 2 * combination.num_sums)
+    totals = _sum([part.totals for part in parts], combination.num_terms)
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
         parts=sums.to(engine.device) * float(topology.counts_tokens),
@@ -183,6 +160,39 @@ def train_step(
         routing=of_step([part.routing for part in parts]),
         seconds=time.perf_counter() - began,
     )
+
+
+def _sum(tensors: Sequence[Tensor], *shape: int) -> Tensor:
+    """Sum of tensors of a shape; zeros of none: pipeline stages before the last have no parts."""
+    return torch.stack(list(tensors)).sum(0) if tensors else torch.zeros(shape)
+
+
+def _accumulate(
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    micro_batches: list[Batch],
+    combination: Combination,
+    nats_scale: float,
+) -> list[MicroStep]:
+    """Run forward and backward of each micro-batch, with the optimizer's step behind the last."""
+    parts: list[MicroStep] = []
+    for inputs in micro_batches:
+        with phase("forward"):
+            part = micro_step(
+                *(engine, config, topology, inputs["input_ids"], inputs["labels"]),
+                nats_scale=nats_scale,
+                segment_ids=inputs.get("segment_ids"),
+                weights=combination.label_weights(inputs),
+                further=combination.further_labels(inputs, engine.module),
+                terms=combination.terms(inputs, engine.module.embedding),
+            )
+        with phase("backward"):
+            engine.backward(part.loss)
+        with phase("optimizer"):
+            engine.step()  # DeepSpeed clips and updates at the last micro-step alone
+        parts.append(part)
+    return parts
 
 
 def _pass_through_stages(

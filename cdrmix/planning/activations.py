@@ -74,6 +74,18 @@ class SavedActivations:
         self._halves_of = cache(self._halves)
         self._form_of = cache(self._form)
 
+    def largest_exchange(self, layout: Layout) -> int:
+        """Bytes of the largest message that sequence ranks exchange for a mixer."""
+        largest = 0
+        for kind, layer in {kind: n for n, kind in enumerate(self.types)}.items():
+            if self.sequence_form(layer, layout.degrees) == "state":
+                sequence = layout.degrees.sequence
+                message = kind.states_bytes(self.model, layout.micro_batch_size, sequence)
+            else:
+                message = kind.heads_bytes(self.model, self.tokens(layout), self.element_bytes)
+            largest = max(largest, message or 0)
+        return largest
+
     def tokens(self, layout: Layout) -> int:
         """Tokens of a rank's micro-batch."""
         return layout.micro_batch_size * self.training.sequence_length // layout.degrees.sequence

@@ -34,7 +34,13 @@ from cdrmix.planning.counts import further_parameters, parameters
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.layout import GROUPS, Degrees, Group, Layout
-from cdrmix.planning.muon import ROUND_ELEMENTS, WORKING_BYTES, matrices_of, takes_muon
+from cdrmix.planning.muon import (
+    ROUND_ELEMENTS,
+    WORKING_BYTES,
+    matrices_of,
+    neuron_bytes,
+    takes_muon,
+)
 from cdrmix.planning.plugins import optimizer_of, terms_of
 from cdrmix.planning.stages import boundary_values
 
@@ -229,7 +235,7 @@ class MemoryModel:
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
         optimizer = sum(self._state_bytes(g, n, partitions=1) for g, n in parts.items())
-        optimizer += self._neuron_bytes(degrees, held)
+        optimizer += neuron_bytes(self.config, degrees, has_experts="experts" in held)
         weights = size * (sum(padded.values()) + sum(self._frozen))
         if layout.zero_stage == 1:
             gradients = size * sum(held.values())
@@ -265,27 +271,6 @@ class MemoryModel:
             return 4 * elements + average + self._of_user.state_bytes(elements, partitions)
         return 12 * elements + average + 4 * partitions
 
-    def _neuron_bytes(self, degrees: Degrees, held: dict[Group, int]) -> int:
-        """Bytes of NorMuon's mean squares on a rank: a row's is where its matrix is owned.
-
-        A rank's share, rounded up, of the rows of what it holds: the ranks' differ by matrices.
-        """
-        optimizer = self.config.optimizer
-        if optimizer.kind != "muon" or not optimizer.neuron_norm:
-            return 0
-        rows: Counter[bool] = Counter()  # of experts, and of the rest
-        for parameter in parameters(self.model):
-            if takes_muon(parameter, optimizer):
-                number, of_each, _ = matrices_of(parameter)
-                rows[parameter.part == "experts"] += number * of_each
-        stages = degrees.pipeline
-        group: Group = "experts" if "experts" in held else "matrices"
-        of_experts = -(-rows[True] // (degrees.split_ranks(group) * stages))
-        return 4 * (
-            -(-of_experts // degrees.optimizer_ranks(group))
-            + -(-rows[False] // (degrees.data * stages))
-        )
-
     def _zero3_states(self, layout: Layout) -> Memory:
         """Bytes of weights, gradients and optimizer under ZeRO-3.
 
@@ -314,7 +299,8 @@ class MemoryModel:
         # the partition of a single rank is whole already
         weights = size * (shared + frozen + (whole if data > 1 else 0))
         gradients = (4 if self._is_bf16 else size) * shared
-        optimizer += self._neuron_bytes(layout.degrees, self.held(layout.degrees, 0))
+        has_experts = "experts" in self.held(layout.degrees, 0)
+        optimizer += neuron_bytes(self.config, layout.degrees, has_experts=has_experts)
         host = 0
         if layout.offloads_optimizer:
             # float32 gradients for the optimizer, besides the accumulated ones
@@ -410,7 +396,9 @@ class MemoryModel:
             per_row = 3 * self.model.hidden_size * size * moe.capacity_factor + surplus
             buffers["all_to_all"] = int(rows * per_row)
         if degrees.sequence > 1:  # the largest message of a mixer, sent and received
-            buffers["sequence_exchange"] = 2 * self._largest_exchange(layout) // degrees.tensor
+            assert isinstance(self.activations, SavedActivations), "rules refuse it of other models"
+            largest = self.activations.largest_exchange(layout)
+            buffers["sequence_exchange"] = 2 * largest // degrees.tensor
         if layout.zero_stage == 3:
             # the last layers of the forward pass stay gathered: the backward pass reads them soon
             sizes = self._all_sizes()
@@ -425,21 +413,6 @@ class MemoryModel:
             in_flight = self.activations.in_flight(layout, stage)
             buffers["pipeline"] = (in_flight + 1) * (before + after)
         return buffers | self.allowances(activations + sum(buffers.values()))
-
-    def _largest_exchange(self, layout: Layout) -> int:
-        """Bytes of the largest message that sequence ranks exchange for a mixer."""
-        activations = self.activations
-        assert isinstance(activations, SavedActivations), "rules refuse it of Hugging Face models"
-        tokens = activations.tokens(layout)
-        largest = 0
-        for kind, layer in {kind: n for n, kind in enumerate(activations.types)}.items():
-            if activations.sequence_form(layer, layout.degrees) == "state":
-                sequence = layout.degrees.sequence
-                message = kind.states_bytes(self.model, layout.micro_batch_size, sequence)
-            else:
-                message = kind.heads_bytes(self.model, tokens, self.element_bytes)
-            largest = max(largest, message or 0)
-        return largest
 
     def allowances(self, moving: int) -> dict[str, int]:
         """Bytes that a GPU takes beside the `moving` ones, allocated and freed in each step."""

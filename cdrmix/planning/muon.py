@@ -8,10 +8,12 @@ train a poorer model without an error, so these are AdamW's, as are vectors and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.counts import count, parameters
+from cdrmix.planning.layout import Degrees, Group
 from cdrmix.planning.parameter import Parameter, Part
 
 # Above this ratio of Newton-Schulz FLOPs to training FLOPs a plan warns.
@@ -57,6 +59,26 @@ def matrices_of(parameter: Parameter) -> tuple[int, int, int]:
     *stack, rows, columns = parameter.shape
     maps = maps_in_rows(parameter.name)
     return math.prod(stack) * maps, rows // maps, columns
+
+
+def neuron_bytes(config: Config, degrees: Degrees, *, has_experts: bool) -> int:
+    """Bytes of NorMuon's mean squares on a rank, with experts or without: a row's is where its
+    matrix is owned. A rank's share, rounded up, of all rows: the ranks' differ by matrices."""
+    optimizer = config.optimizer
+    if optimizer.kind != "muon" or not optimizer.neuron_norm:
+        return 0
+    rows: Counter[bool] = Counter()  # of experts, and of the rest
+    for parameter in parameters(config.model):
+        if takes_muon(parameter, optimizer):
+            number, of_each, _ = matrices_of(parameter)
+            rows[parameter.part == "experts"] += number * of_each
+    stages = degrees.pipeline
+    group: Group = "experts" if has_experts else "matrices"
+    of_experts = -(-rows[True] // (degrees.split_ranks(group) * stages))
+    return 4 * (
+        -(-of_experts // degrees.optimizer_ranks(group))
+        + -(-rows[False] // (degrees.data * stages))
+    )
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:

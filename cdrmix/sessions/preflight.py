@@ -89,10 +89,9 @@ def check_start(
     with _noted(found):
         configured_retention(config.checkpoint)
         _check_profile(config, world_size=world_size)
-    found += _data_problems(config)
+    found += [*_data_problems(config), *_suite_problems(config)]
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
-    found += _suite_problems(config)
     with _noted(found):
         check_trackers(
             config.monitoring.trackers or (),

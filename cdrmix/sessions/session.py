@@ -25,7 +25,12 @@ from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.rewarming import warn_of_rewarming
 from cdrmix.engines.run import Start, make_run
-from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
+from cdrmix.engines.run_directory import (
+    LOG,
+    RunDirectory,
+    open_run_directory,
+    refuse_lost_checkpoints,
+)
 from cdrmix.engines.self_replay import own_replay
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.start_from import find_start, take_weights
@@ -106,20 +111,26 @@ def run_training(
                 command=command,
             )
             runtime.first_rank_does(lambda: _announce(start))
-            if resume == "auto":
-                checkpoint = find_in_tiers(directory, config)
-                if checkpoint is None:
-                    runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
-                    logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
-            if is_url(resume):
-                runtime.first_rank_does(lambda: fetch_resumed(resume, directory, config))
-                checkpoint = store.find_newest(directory.path)
+            if resume == "auto" or is_url(resume):
+                checkpoint = _found(directory, config, resume)
             start.sample = recorded_sample(directory.path, checkpoint)
             start_up.done("resume")
             is_stopped = _run_stages(start, checkpoint)
         return EXIT_STOPPED_BY_SIGNAL if is_stopped else EXIT_DONE
 
     return supervised(config.supervision, act)
+
+
+def _found(directory: RunDirectory, config: Config, resume: str) -> store.FoundCheckpoint | None:
+    """Find the checkpoint that --resume means, auto or the URL of an archive; collective."""
+    if is_url(resume):
+        runtime.first_rank_does(lambda: fetch_resumed(resume, directory, config))
+        return store.find_newest(directory.path)
+    checkpoint = find_in_tiers(directory, config)
+    if checkpoint is None:
+        runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
+        logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
+    return checkpoint
 
 
 def _announce(start: Start) -> None:

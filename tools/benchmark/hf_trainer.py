@@ -149,18 +149,10 @@ def train_with_theirs(
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
             return self.lr_scheduler
 
-    zero2 = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": training.gradient_clipping,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output_dir=output,
-            deepspeed=zero2,
+            deepspeed=_zero2(micro, training.gradient_clipping),
             per_device_train_batch_size=micro,
             max_steps=steps,
             logging_steps=1,
@@ -174,6 +166,17 @@ def train_with_theirs(
         trainer = SameSamples(model=model, args=arguments)
         trainer.train()
     _write_losses(trainer.state.log_history, losses)
+
+
+def _zero2(micro: int, gradient_clipping: float) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": gradient_clipping,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 def _write_losses(history: list[dict[str, float]], losses: Path) -> None:
