@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.benchmark.checkpoint_rows import checkpoint_rows, tier_rows
 from tools.benchmark.data_rows import loader_rows, not_compared, reading_rows
 from tools.benchmark.leak import leak_rows
 from tools.benchmark.learn_rows import (
@@ -217,27 +218,6 @@ def layouts_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
-def checkpoint_rows(result: dict[str, Any]) -> list[str]:
-    """Seconds for which a save stalls training, in the background and without."""
-    rows = [
-        "Wall time on one rank, to a local disk. The first save in the background also allocates "
-        "the memory that it copies to.",
-        "",
-        "| state | MB | synchronous save, ms | stall of one in the background, ms | of synchronous "
-        "| demanded | first one, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for state in result["states"]:
-        seconds = state["seconds"]
-        ratio = state["background_over_synchronous"]
-        rows.append(
-            f"| {state['name']} | {state['bytes'] / 1e6:.0f} | {1e3 * seconds['synchronous']:.0f} "
-            f"| {1e3 * seconds['background']:.1f} | {ratio:.1%} | at most 10 % "
-            f"| {1e3 * seconds['first in the background']:.0f} |"
-        )
-    return rows
-
-
 def train_rows(result: dict[str, Any]) -> list[str]:
     """`make train`, set-up not counted."""
     summary = result["summary"]
@@ -408,6 +388,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "data_memory": ("Data: memory of a build", data_memory_rows),
     "layouts": ("Layouts on two ranks", layouts_rows),
     "checkpoint": ("Checkpoints in the background", checkpoint_rows),
+    "tiers": ("Checkpoints in tiers", tier_rows),
     "train": ("make train", train_rows),
     "hf_trainer": ("A Hugging Face model beside transformers' Trainer", hf_trainer_rows),
     "quality": ("Held-out loss beside peers, by optimizer and objective", quality_rows),
