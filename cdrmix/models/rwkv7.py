@@ -21,13 +21,17 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
 from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.rwkv7_pointwise import (
+    blend_values,
+    gated_output,
+    recurrence_inputs,
+    shift_mix,
+)
 from cdrmix.models.wkv7 import wkv7
-from cdrmix.models.wkv7_reference import DECAY_BOUND
 from cdrmix.planning.blocks.block_type import is_v_first_made
 
 # the arguments and results of `wkv7`
@@ -36,22 +40,8 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 _MIXES = ("r", "w", "k", "v", "a", "g")
 
 
-def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """Returns each position's predecessor in x, [B, T, D]; zero where a document begins.
-
-    `last` is the token before the first, [B, D], None for zero; `segment_ids` are [B, T].
-    """
-    first = torch.zeros_like(x[:, 0]) if last is None else last.to(x.dtype)
-    previous = torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
-    if segment_ids is None:
-        return previous
-    starts = segment_ids[:, 1:] != segment_ids[:, :-1]  # [B, T-1]
-    starts = F.pad(starts, (1, 0), value=False)
-    return previous.masked_fill(starts.unsqueeze(-1), 0)
-
-
 class TokenShift(nn.Module):
-    """Predecessor of each position; replaced where a sequence is spread over ranks."""
+    """Mixes positions with their predecessors; replaced where a sequence is spread over ranks."""
 
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
@@ -63,46 +53,13 @@ class TokenShift(nn.Module):
         """
         return None, segment_ids
 
-    def forward(self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-        """Shifts as `shift_tokens`; `last` is None at the start of a sequence."""
+    def forward(
+        self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None, mu: Tensor
+    ) -> Tensor:
+        """Mixes as `shift_mix`; `last` is None at the start of a sequence."""
         if last is None:
             last, segment_ids = self.begin(x[:, -1], segment_ids)
-        return shift_tokens(x, last, segment_ids)
-
-
-class _TokenShiftMix(torch.autograd.Function):
-    """x + (shift(x) - x) * mu for several mu at once; saves x and its shift for backward.
-
-    Autograd through the plain expression saves and re-reads one [B, T, D] tensor per mix.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
-        ctx.save_for_backward(x, previous, mu)
-        delta = previous - x  # [B, T, D]
-        shape = (mu.shape[0], *(1,) * (x.dim() - 1), mu.shape[1])
-        return torch.addcmul(x, delta, mu.view(shape))  # [M, B, T, D]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, previous, mu = ctx.saved_tensors
-        delta = (previous - x).reshape(-1, x.shape[-1])
-        flat = grad.reshape(mu.shape[0], -1, x.shape[-1])  # [M, N, D]
-        # one pass per mix: the gradient is read while it is in the cache
-        total = flat[0].clone()
-        shifted = flat[0] * mu[0]
-        mu_grads = [(flat[0] * delta).sum(0)]
-        for i in range(1, mu.shape[0]):
-            total += flat[i]
-            shifted.addcmul_(flat[i], mu[i])
-            mu_grads.append((flat[i] * delta).sum(0))
-        total -= shifted
-        return total.view_as(x), shifted.view_as(x), torch.stack(mu_grads)
-
-
-# Interpolates between tokens and their predecessors, both [B, T, D], to [M, B, T, D]: each row of
-# mu, [M, D], gives the share of the predecessor.
-token_shift_mix: Callable[[Tensor, Tensor, Tensor], Tensor] = _TokenShiftMix.apply
+        return shift_mix(x, last, segment_ids, mu)
 
 
 @dataclass
@@ -199,44 +156,43 @@ class TimeMix(Mixer):
         """
         if (v_first is None) != self.creates_v_first:
             raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")
-        previous = self.shift(x, state.last if state else None, segment_ids)
         mu = torch.stack([getattr(self, f"mu_{mix}") for mix in _MIXES])
-        x_r, x_w, x_k, x_v, x_a, x_g = token_shift_mix(x, previous, mu).unbind(0)
+        mixed = self.shift(x, state.last if state else None, segment_ids, mu)
+        x_r, x_w, x_k, x_v, x_a, x_g = mixed.unbind(0)
 
-        r = self.receptance(x_r)
-        k = self.key(x_k)
+        r = self._heads(self.receptance(x_r))
         v = self.value(x_v)  # [B, T, D]
-        lw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
-        lw = torch.sigmoid(lw.float()) * -DECAY_BOUND  # in (-exp(-0.5), 0), as `wkv7` requires
-        iclr = torch.sigmoid(self.iclr_bias + x_a @ self.iclr_down @ self.iclr_up)
-        gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up
         if v_first is None:
             v_first = v
         else:
-            amount = torch.sigmoid(self.value_bias + x_v @ self.value_down @ self.value_up)
-            v = torch.lerp(v, v_first, amount)
-        # in float32: the eps is zero in fp16, and a key of zeros would become not a number
-        kk = F.normalize(self._heads(k * self.k_k).float(), dim=-1, eps=1e-12)  # [B, T, H, K]
-        kk = kk.to(k.dtype)
-        k = torch.addcmul(k, k * self.k_a, iclr - 1)
-
-        r, k, v, iclr = (self._heads(t) for t in (r, k, v, iclr))
-        inputs = (r, self._heads(lw), k, v, -kk, kk * iclr, state.wkv if state else None)
-        y, wkv = self.recurrence(*inputs, segment_ids=segment_ids)
-        y = self._normalise(y, r, k, v)
-        out = self.output(y * gate)
-        return out, v_first, TimeMixState(last=x[:, -1], wkv=wkv)
+            amount = x_v @ self.value_down @ self.value_up
+            v = blend_values(v, v_first, amount, self.value_bias)
+        v = self._heads(v)
+        lw, k, a, b = recurrence_inputs(
+            self._heads(self.key(x_k)),
+            self._heads(torch.tanh(x_w @ self.decay_down) @ self.decay_up),
+            self._heads(x_a @ self.iclr_down @ self.iclr_up),
+            decay_bias=self._heads(self.decay_bias),
+            iclr_bias=self._heads(self.iclr_bias),
+            k_k=self._heads(self.k_k),
+            k_a=self._heads(self.k_a),
+        )
+        past = state.wkv if state else None
+        y, wkv = self.recurrence(r, lw, k, v, a, b, past, segment_ids=segment_ids)
+        gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up
+        norm = self.group_norm
+        out = gated_output(
+            y,
+            *(r, k, v, self._heads(gate)),
+            r_k=self._heads(self.r_k),
+            weight=self._heads(norm.weight),
+            bias=self._heads(norm.bias),
+            eps=norm.eps,
+        )
+        return self.output(out.flatten(2)), v_first, TimeMixState(last=x[:, -1], wkv=wkv)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # -1: a tensor rank has a part of the heads
-
-    def _normalise(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Applies the group norm per head, and adds the bonus of the current token; [B, T, D]."""
-        norm = self.group_norm
-        flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
-        normed = F.group_norm(flat, norm.num_groups, norm.weight, norm.bias, norm.eps)
-        bonus = (r * k * self._heads(self.r_k)).sum(-1, keepdim=True)  # [B, T, H, 1]
-        return torch.addcmul(normed.view_as(y), bonus, v).flatten(2)
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float | None = None) -> None:
@@ -285,8 +241,7 @@ class ChannelShift(nn.Module):
         self, x: Tensor, last: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> Tensor:
         """Shifts x by mu, [B, T, D]; `last` is the token before the first, [B, D]."""
-        previous = self.shift(x, last, segment_ids)
-        return token_shift_mix(x, previous, self.mu.unsqueeze(0))[0]
+        return self.shift(x, last, segment_ids, self.mu.unsqueeze(0))[0]
 
     @torch.no_grad()
     def initialize(self) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.rwkv7 import ChannelShift, TimeMix, TimeMixState, shift_tokens, token_shift_mix
+from cdrmix.models.rwkv7 import ChannelShift, TimeMix, TimeMixState
+from cdrmix.models.rwkv7_pointwise import shift_tokens, token_shift_mix
 
 
 def small_config(head_dim: int = 32) -> ModelConfig:

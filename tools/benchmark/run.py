@@ -35,6 +35,7 @@ from tools.benchmark.learn_rows import (
     system_rows,
 )
 from tools.benchmark.live import live_rows
+from tools.benchmark.trackers import tracker_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -397,6 +398,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),
     "live": ("Live view", live_rows),
+    "trackers": ("Trackers", tracker_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),
     "notice": ("Notice of a lost rank", notice_rows),
     "learn_binding": ("Stage B: plastic adapters bind beyond the window", binding_rows),
