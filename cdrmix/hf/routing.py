@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.model_parts import MoEConfig
-from cdrmix.models.moe import expert_capacity
+from cdrmix.models.expert_rows import exact_ratio, expert_capacity
 
 
 class Routing:
@@ -77,7 +77,8 @@ class Routing:
             chosen = probabilities.topk(moe.top_k, dim=-1).indices
         every = torch.arange(moe.num_experts, device=logits.device)
         counts = (chosen.reshape(-1, 1) == every).sum(0).float()  # [E]
-        capacity = expert_capacity(len(logits), moe.top_k, moe.num_experts, moe.capacity_factor)
+        ratio = exact_ratio(moe.capacity_factor)
+        capacity = expert_capacity(len(logits), moe.top_k, moe.num_experts, ratio)
         excess = (counts - capacity).clamp(min=0).sum()
         totals = torch.stack([log_total.square().sum(), excess, torch.zeros_like(excess)])
         return torch.cat([counts, probabilities.sum(0), totals])

@@ -24,9 +24,16 @@ from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.model_parts import MambaConfig
+from cdrmix.models.expert_rows import (
+    ExpertOrder,
+    gather_rows,
+    grouped_product,
+    sort_by_expert,
+    weighted_sum,
+)
 from cdrmix.models.initialize import generator, normal_, uniform_
 from cdrmix.models.mixer import Gathered, Mixer
-from cdrmix.models.moe import Router, gather_rows, sort_by_expert, weighted_sum
+from cdrmix.models.moe import Router
 from cdrmix.models.selective_scan import ScanInputs, selective_scan
 
 # Range from which state-spaces/mamba draws the first time steps, and their smallest value.
@@ -196,23 +203,21 @@ class RoutingMamba(Mamba):
         """
         tokens = _taken(x, is_token)  # [n, D]
         experts, weights, probability_sum, z_sum = self.router(tokens)
-        every = torch.arange(self.num_experts, device=x.device)
-        counts = (experts.reshape(-1, 1) == every).sum(0)
-        index, slot, inverse, _ = sort_by_expert(experts, counts, None)
-        ends = counts.cumsum(0).to(torch.int32)
-        rows = gather_rows(tokens, index, inverse)  # [n k, D], by expert
+        order = sort_by_expert(experts, self.num_experts, None)
+        ends = order.ends
+        rows = gather_rows(tokens, order)  # [n k, D], by expert
         entering, gate = (
-            _sum_choices(F.grouped_mm(rows, stack.transpose(1, 2), offs=ends), index, inverse)
+            _sum_choices(grouped_product(rows, stack, ends), order)
             for stack in (self.inputs, self.gates)
         )
         entering, gate = (_placed(each, x, is_token) for each in (entering, gate))
         y, after = self.scan(entering, gate, state, segment_ids)
-        rows = gather_rows(_taken(y, is_token), index, inverse)
-        rows = F.grouped_mm(rows, self.outputs.transpose(1, 2), offs=ends)  # [n k, D]
-        out = weighted_sum(rows, weights, index, slot, inverse)
+        rows = gather_rows(_taken(y, is_token), order)
+        rows = grouped_product(rows, self.outputs, ends)  # [n k, D]
+        out = weighted_sum(rows, weights, order)
         no_capacity = torch.zeros_like(z_sum)
         totals = torch.stack([z_sum, no_capacity, no_capacity])
-        statistics = torch.cat([counts.float(), probability_sum, totals])
+        statistics = torch.cat([order.demand.float(), probability_sum, totals])
         return _placed(out, x, is_token), after, statistics
 
     @torch.no_grad()
@@ -255,9 +260,9 @@ class _SumChoices(torch.autograd.Function):
         return grad.index_select(0, index), None, None
 
 
-def _sum_choices(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Sums rows by expert, [n k, I], over each token's choices: [n, I]; see `sort_by_expert`."""
-    total: Tensor = _SumChoices.apply(rows, index, inverse)
+def _sum_choices(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Sums rows by expert, [n k, I], over each token's choices: [n, I]."""
+    total: Tensor = _SumChoices.apply(rows, order.token, order.row)
     return total
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,6 +24,16 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.model_parts import MoEConfig, RoutingMambaConfig
+from cdrmix.models.expert_rows import (
+    ExpertOrder,
+    exact_ratio,
+    expert_capacity,
+    gather_rows,
+    grouped_product,
+    permute_rows,
+    sort_by_expert,
+    weighted_sum,
+)
 from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.blocks.routers import (
@@ -40,13 +48,6 @@ runtime.import_deepspeed()  # first of all imports of it: chooses its accelerato
 
 from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.sharded_moe import MOELayer  # noqa: E402
-
-
-def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Assignments one expert takes: ceil(factor * N * k / E), in exact arithmetic."""
-    # floats round the product up for some factors: 1.1 * 400 would give 441 of 440
-    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
-    return math.ceil(exact)
 
 
 def widened(statistics: Tensor, size: int) -> Tensor:
@@ -107,71 +108,6 @@ class Router(nn.Module):
         return experts, weights, probabilities.sum(0), log_total.square().sum()
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of x by index; the gradient comes back by the inverse index, never by scattering.
-
-    x [N, D], index [M] into x, inverse [N, k] into the M rows (M itself where a row was dropped).
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (inverse,) = ctx.saved_tensors
-        total = _rows_of_choice(grad, inverse, 0)
-        for choice in range(1, inverse.shape[1]):
-            total += _rows_of_choice(grad, inverse, choice)
-        return total, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Each token's weighted sum over its choices.
-
-    rows [M, D], weights [N, k], index [M] (token of each row), slot [M] (its choice), inverse
-    [N, k] as in `_Gather`.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weights, index, slot, inverse):
-        ctx.save_for_backward(rows, weights, index, slot, inverse)
-        scales = weights.to(rows.dtype)
-        total = _rows_of_choice(rows, inverse, 0).mul_(scales[:, :1])
-        for choice in range(1, inverse.shape[1]):
-            each = _rows_of_choice(rows, inverse, choice)
-            total.addcmul_(each, scales[:, choice : choice + 1])
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        rows, weights, index, slot, inverse = ctx.saved_tensors
-        spread = grad.index_select(0, index)  # [M, D]
-        dots = (spread * rows).sum(-1, dtype=torch.float32)  # [M]
-        padded = F.pad(dots, (0, 1))
-        weight_grad = padded[inverse.clamp(max=rows.shape[0])].to(weights.dtype)
-        scales = weights[index, slot].to(grad.dtype)
-        return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
-
-
-# Rows of x, [N, D], by index, [M]; and each token's weighted sum over its choices, [N, D]. Other
-# arguments are those that `sort_by_expert` gives.
-gather_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = _Gather.apply
-weighted_sum: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = _Combine.apply
-
-
-def _rows_of_choice(x: Tensor, inverse: Tensor, choice: int) -> Tensor:
-    """Selects each token's row of x; the index one past the last row, of a dropped one, gives 0."""
-    index = inverse[:, choice]
-    if inverse.numel() == x.shape[0]:  # nothing was dropped, which saves the mask
-        return x.index_select(0, index)
-    if x.shape[0] == 0:
-        return x.new_zeros(index.shape[0], x.shape[1])
-    rows = x.index_select(0, index.clamp(max=x.shape[0] - 1))
-    return rows.masked_fill_((index >= x.shape[0]).unsqueeze(-1), 0)
-
-
 class _AllToAllRows(torch.autograd.Function):
     """Rows to their ranks in `group`; splits are row counts per rank."""
 
@@ -211,17 +147,20 @@ class GroupedExperts(nn.Module):
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
+        """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32.
+
+        What is behind the last end comes out as `grouped_product` leaves it.
+        """
         if len(rows) == 0:
             # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
             # counts on a gradient of every parameter
             return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
-        inner = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)  # [M, F]
+        inner = grouped_product(rows, self.up, ends)  # [M, F]
         if self.gate is None:
             inner = squared_relu(inner)
         else:
-            inner = swiglu(F.grouped_mm(rows, self.gate.transpose(1, 2), offs=ends), inner)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+            inner = swiglu(grouped_product(rows, self.gate, ends), inner)
+        return grouped_product(inner, self.down, ends)
 
 
 class ExpertLayer(MOELayer):
@@ -241,6 +180,7 @@ class ExpertLayer(MOELayer):
         )
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
+        self.capacity_ratio = exact_ratio(moe.capacity_factor)
         # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
         self.share_tokens: Callable[..., Tensor] | None = None
 
@@ -259,66 +199,46 @@ class ExpertLayer(MOELayer):
         if self.share_tokens:
             tokens = self.share_tokens(all_tokens, len(all_tokens), to_share=True)
         experts, weights, probability_sum, z_sum = self.gate(tokens)
-        every = torch.arange(moe.num_experts, device=x.device)
-        counts = (experts.reshape(-1, 1) == every).sum(0)  # [E], before anything is dropped
-        capacity = expert_capacity(len(tokens), moe.top_k, moe.num_experts, moe.capacity_factor)
-        excess = (counts - capacity).clamp(min=0).sum()
+        capacity = expert_capacity(len(tokens), moe.top_k, moe.num_experts, self.capacity_ratio)
         dropping = moe.drop_tokens and self.training
-        index, slot, inverse, row_counts = sort_by_expert(
-            experts, counts, capacity if dropping else None
-        )
-        rows = _Gather.apply(tokens, index, inverse)  # [M, D]
-        rows = self._apply_experts(rows, row_counts)
-        out = _Combine.apply(rows, weights, index, slot, inverse)
+        order = sort_by_expert(experts, moe.num_experts, capacity if dropping else None)
+        if self.ep_size == 1:
+            rows = self.experts(gather_rows(tokens, order), order.ends)
+        else:
+            rows, order = self._apply_spread_experts(tokens, order)
+        out = weighted_sum(rows, weights, order)
+        excess = (order.demand - capacity).clamp(min=0).sum()
         dropped = excess if dropping else torch.zeros_like(excess)
         totals = torch.stack([z_sum, excess.float(), dropped.float()])
-        statistics = torch.cat([counts.float(), probability_sum, totals])
+        statistics = torch.cat([order.demand.float(), probability_sum, totals])
         if self.share_tokens:
             out = self.share_tokens(out, len(all_tokens), to_share=False)
         return out.view_as(x), statistics
 
-    def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Computes the experts' outputs of rows sorted by global expert, in the same order."""
-        if self.ep_size == 1:
-            return self.experts(rows, counts.cumsum(0).to(torch.int32))
-        sent = counts.view(self.ep_size, self.num_local_experts)  # [P, E/P]
+    def _apply_spread_experts(
+        self, tokens: Tensor, order: ExpertOrder
+    ) -> tuple[Tensor, ExpertOrder]:
+        """Has the experts of all ranks compute this rank's rows; without those of dropped ones."""
+        sent = order.counts.view(self.ep_size, self.num_local_experts)  # [P, E/P]
         received = torch.empty_like(sent)
         torch.distributed.all_to_all_single(received, sent.contiguous(), group=self.ep_group)
         # waits for the device, as an all-to-all of unequal splits takes its sizes from the host
         send_splits, receive_splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        order = order.first(sum(send_splits))
+        rows = gather_rows(tokens, order)
         arrived = _AllToAllRows.apply(rows, send_splits, receive_splits, self.ep_group)
         # rows arrive by source, then by expert; the grouped matmul takes them by expert alone
         expert_of_block = torch.arange(self.num_local_experts, device=rows.device)
-        expert_of_row = expert_of_block.repeat(self.ep_size).repeat_interleave(received.flatten())
-        order = expert_of_row.argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        ours = _Gather.apply(arrived, order, back.unsqueeze(1))
+        expert_of_row = expert_of_block.repeat(self.ep_size).repeat_interleave(
+            received.flatten(), output_size=sum(receive_splits)
+        )
+        by_expert = expert_of_row.argsort(stable=True)
+        by_source = by_expert.argsort()
+        ours = permute_rows(arrived, by_expert, by_source)
         ours = self.experts(ours, received.sum(0).cumsum(0).to(torch.int32))
-        leaving = _Gather.apply(ours, back, order.unsqueeze(1))
-        return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
-
-
-def sort_by_expert(
-    experts: Tensor, counts: Tensor, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Orders assignments [N, k] by expert, first choices first, and cuts each expert at capacity.
-
-    `counts` are assignments per expert, [E]. Gives token of each kept row [M], its choice [M], row
-    of each (token, choice) [N, k] with M for a dropped one, rows per expert [E].
-    """
-    num_tokens, top_k = experts.shape
-    flat = experts.t().reshape(-1)  # choice-major: second choices queue behind first ones
-    by_expert, order = flat.sort(stable=True)  # [k*N]
-    row_counts = counts
-    if capacity is not None:
-        place = torch.arange(order.numel(), device=order.device)
-        place -= (counts.cumsum(0) - counts)[by_expert]  # place within its expert
-        order = order[place < capacity]
-        row_counts = counts.clamp(max=capacity)
-    inverse = torch.full((num_tokens * top_k,), order.numel(), device=order.device)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), row_counts
+        leaving = permute_rows(ours, by_source, by_expert)
+        returned = _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
+        return returned, order
 
 
 class MoEFeedForward(MoE):

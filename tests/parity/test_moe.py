@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.moe import MoEFeedForward, expert_capacity
+from cdrmix.models.expert_rows import exact_ratio, expert_capacity, grouped_product
+from cdrmix.models.moe import MoEFeedForward
 
 
 def make_layer(**moe: object) -> MoEFeedForward:
@@ -117,9 +118,44 @@ def test_statistics_are_sums_of_the_routers_float32_quantities() -> None:
 
 
 def test_capacity_is_exact_where_floats_round_up() -> None:
-    assert expert_capacity(400, 2, 8, 1.1) == 110
+    assert expert_capacity(400, 2, 8, exact_ratio(1.1)) == 110
     for tokens in (1, 7, 64, 400, 4095):
         for factor in (1.0, 1.1, 1.25, 1.3, 2.0):
             exact = Fraction(str(factor)) * tokens * 2 / 8
-            capacity = expert_capacity(tokens, 2, 8, factor)
+            capacity = expert_capacity(tokens, 2, 8, exact_ratio(factor))
             assert capacity - 1 < exact <= capacity
+
+
+def test_what_is_behind_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grouped product does not write rows of dropped assignments: here they are not a number."""
+    layer = make_layer(drop_tokens=True, capacity_factor=1.0)
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    expected = layer(x)[0]
+    expected_gradients = gradients(layer, x, expected)
+
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, end):
+            ctx.end = end
+            return torch.cat([rows[:end], rows[end:].fill_(torch.nan)])
+
+        backward_rows = 0
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            grad[ctx.end :] = torch.nan
+            Spoilt.backward_rows += len(grad) - ctx.end
+            return grad, None
+
+    def spoilt(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        end = int(ends[-1])
+        out = grouped_product(Spoilt.apply(rows, end), matrices, ends)
+        return Spoilt.apply(out, end)
+
+    monkeypatch.setattr("cdrmix.models.moe.grouped_product", spoilt)
+    out = layer(x)[0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    for found, exact in zip(gradients(layer, x, out), expected_gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=0)
+    assert Spoilt.backward_rows > 0, "nothing was dropped"

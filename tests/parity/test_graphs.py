@@ -1,0 +1,109 @@
+"""A training step as a device sees it: it waits for nothing, and a compiler finds whole graphs."""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdrmix.config.model import ModelConfig
+from cdrmix.models import expert_rows
+from cdrmix.models.backbone import Backbone
+from cdrmix.objectives.language_model import linear_cross_entropy
+
+# Operators that give the host a number, or a tensor whose size depends on data.
+_WAITS = {
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten.masked_select.default",
+    "aten.repeat_interleave.Tensor",
+    "aten.equal.default",
+    "aten.unique_dim.default",
+    "aten._unique2.default",
+}
+# They look at values on CPUs only.
+_ONLY_ON_CPUS = ("wkv7.py", "wkv7_cpu.py")
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators for which a GPU's host would wait, by operator and line of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        waits = str(func) in _WAITS and kwargs.get("output_size") is None
+        if str(func) == "aten.index.Tensor":
+            waits = any(x is not None and x.dtype == torch.bool for x in args[1])
+        if waits:
+            ours = [f for f in traceback.extract_stack() if "/cdrmix/" in f.filename]
+            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "elsewhere"
+            if not where.startswith(_ONLY_ON_CPUS):
+                self.found[str(func), where] += 1
+        return func(*args, **kwargs)
+
+
+def model_with_experts(*, drop_tokens: bool) -> ModelConfig:
+    moe = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 64, "drop_tokens": drop_tokens}
+    return ModelConfig(
+        hidden_size=64, num_layers=4, num_heads=2, vocab_size=256, moe=moe | {"capacity_factor": 1}
+    )
+
+
+def waits_of_micro_step(*, drop_tokens: bool, is_packed: bool, recomputes: bool) -> Waits:
+    config = model_with_experts(drop_tokens=drop_tokens)
+    model = Backbone(config, activation_checkpointing=recomputes)
+    model.initialize(seed=0)
+    ids = torch.randint(0, 256, (2, 33))
+    segments = None
+    if is_packed:
+        segments = torch.arange(32).div(20, rounding_mode="floor").expand(2, -1)
+    with Waits() as waits:
+        out = model(ids[:, :-1], segment_ids=segments)
+        nats = linear_cross_entropy(out.hidden, model.embedding.weight, ids[:, 1:])
+        (nats + out.router_statistics.sum()).backward()
+    return waits
+
+
+@pytest.mark.parametrize("drop_tokens", [False, True])
+def test_nothing_in_a_micro_step_waits_for_the_device(drop_tokens: bool) -> None:
+    for is_packed in (False, True):
+        for recomputes in (False, True):
+            case = {"is_packed": is_packed, "recomputes": recomputes}
+            waits = waits_of_micro_step(drop_tokens=drop_tokens, **case)
+            assert not waits.found, (case, dict(waits.found))
+
+
+def test_a_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = expert_rows.sort_by_expert
+
+    def looking(*args: Any) -> Any:
+        order = original(*args)
+        assert order.counts.max().item() >= 0
+        return order
+
+    monkeypatch.setattr("cdrmix.models.moe.sort_by_expert", looking)
+    waits = waits_of_micro_step(drop_tokens=False, is_packed=False, recomputes=True)
+    # forward and once more in the backward pass, in each of four blocks
+    assert sum(waits.found.values()) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drop_tokens", [False, True])
+def test_a_feed_forward_of_experts_is_one_graph(drop_tokens: bool, dtype: torch.dtype) -> None:
+    block = Backbone(model_with_experts(drop_tokens=drop_tokens)).blocks[0]
+    block.initialize(seed=0, std=0.02)
+    block = block.to(dtype)
+    x = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(block.feed)(x, None, None)
+    assert found.graph_count == 1, [str(reason) for reason in found.break_reasons]
