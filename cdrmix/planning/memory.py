@@ -8,7 +8,7 @@ equal to the byte:
 * masters, mean and square, or Muon's momentum, are float32 and partitioned, also where weights
   are float32 already; so is the average of the weights (optimizers/average.py), where one is kept;
 * bf16 with float32 accumulation under ZeRO-1 uses BF16_Optimizer: float32 gradients of all
-  parameters on every rank, besides the bf16 ones of the backward pass;
+  parameters on every rank, into which those of the backward pass go one by one;
 * under ZeRO-2 it has a float32 partition; without a separate accumulation type it stores every
   gradient that its partition overlaps, whole.
 
@@ -237,10 +237,10 @@ class MemoryModel:
         optimizer = sum(self._state_bytes(g, n, partitions=1) for g, n in parts.items())
         optimizer += neuron_bytes(self.config, degrees, has_experts="experts" in held)
         weights = size * (sum(padded.values()) + sum(self._frozen))
-        if layout.zero_stage == 1:
+        if layout.zero_stage == 1 and self._is_bf16:
+            gradients = 4 * sum(padded.values())
+        elif layout.zero_stage == 1:
             gradients = size * sum(held.values())
-            if self._is_bf16:
-                gradients += 4 * sum(padded.values())
         elif self._is_bf16:
             gradients = 4 * shared
         else:
