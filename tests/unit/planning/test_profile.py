@@ -106,7 +106,13 @@ def test_what_the_config_gives_is_kept() -> None:
 @pytest.mark.parametrize(
     ("precision", "block"),
     [
-        ("bf16", {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+        (
+            "bf16",
+            {
+                "bf16": {"enabled": True, "immediate_grad_update": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+        ),
         ("fp16", {"fp16": {"enabled": True, "loss_scale": 0}}),
         ("fp32", {}),
     ],
