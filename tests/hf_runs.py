@@ -101,7 +101,7 @@ def make_config(case: Case, folder: Path) -> Config:
         "warmup_steps": 2,
         "gradient_clipping": CLIPPING,
         "epsilon": 1e-6,  # see tests/layouts.py
-        "activation_checkpointing": case.recompute,
+        "activation_checkpointing": "block" if case.recompute else "none",
     }
     return Config(
         name="hugging-face",

@@ -25,7 +25,12 @@ from cdrmix.config.load import (
 from cdrmix.config.plugin_folder import PLUGINS
 from cdrmix.config.redaction import REDACTED, redacted
 from cdrmix.config.resuming_rules import REFUSED, ResumedChange, rule_of
-from cdrmix.config.schema import Config, ParallelConfig, TrainingConfig
+from cdrmix.config.schema import (
+    Config,
+    ParallelConfig,
+    TrainingConfig,
+    with_named_recomputation,
+)
 from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.errors import ConfigError, InfrastructureError
@@ -156,6 +161,7 @@ def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:
     if not all(key in (values.get(section) or {}) for section, key in LAYOUT):
         return values
     sections: dict[str, type[Section]] = {"parallel": ParallelConfig, "training": TrainingConfig}
+    values = values | {"training": with_named_recomputation(values["training"])}
     layout = {
         (section, key): values[section][key]
         for section, key in LAYOUT

@@ -6,6 +6,7 @@ A class checks its own fields; `cdrmix.planning.rules` checks pairs across secti
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -28,7 +29,28 @@ from cdrmix.config.resources import Auto, ResourcesConfig, with_newer_names
 from cdrmix.config.section import Section
 from cdrmix.config.tracking import TrackerConfig, each_once
 
+# What of a block is computed again in the backward pass.
+Recomputation = Literal["none", "selective", "block", "spans"]
 SCHEDULES = ("cosine", "wsd", "linear", "constant", "infinite")
+
+
+def with_named_recomputation(training: Any) -> Any:
+    """Names what true and false of `training.activation_checkpointing` mean in older files."""
+    if not isinstance(training, Mapping):
+        return training
+    given = training.get("activation_checkpointing")
+    if not isinstance(given, bool):
+        return training
+    word = "none"
+    if given:
+        word = "block" if training.get("sequence_checkpoint_tokens") is None else "spans"
+    return {**training, "activation_checkpointing": word}
+
+
+def _with_older_values(schema: dict[str, Any]) -> None:
+    """Lets editors take what `with_named_recomputation` names."""
+    del schema["type"]
+    schema["enum"] = [*schema["enum"], True, False]
 
 
 class MixturePhase(Section):
@@ -217,11 +239,14 @@ class TrainingConfig(Section):
     deterministic: bool = True
     """Use deterministic kernels if they exist: on CPUs equal runs are then equal bit by bit; on
     GPUs torch warns of each kernel without a deterministic form."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass to save memory."""
+    activation_checkpointing: Recomputation = Field("none", json_schema_extra=_with_older_values)
+    """What is computed again in the backward pass to save memory; by the plan when left out. none:
+    nothing; selective: what is cheap, such as mixes, gates and norms, while results of matrix
+    products and of the mixers are kept; block: each block; spans: each block, by so many tokens at
+    a time. Older files have true (block, or spans where their tokens are given) and false."""
     sequence_checkpoint_tokens: int | None = Field(None, ge=1)
-    """With activation checkpointing: length of the spans in which a block is recomputed, with the
-    activations of one span at a time (tokens); null: all tokens."""
+    """Length of the spans of activation_checkpointing = spans (tokens): the activations of one span
+    are there at a time. null: by the plan."""
     memory_share: float | None = Field(None, gt=0, le=1)
     """Older name of resources.memory_share, to which its value goes (ratio)."""
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
@@ -254,14 +279,20 @@ class TrainingConfig(Section):
     # Above 0: an element whose gradient has always been zero would divide by zero.
     epsilon: float = Field(1e-8, gt=0, description="AdamW denominator offset.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        return with_named_recomputation(values)
+
     @model_validator(mode="after")
     def _length_is_given(self) -> TrainingConfig:
         if self.max_steps is None and self.total_tokens is None:
             raise ValueError("give max_steps or total_tokens: a run needs a length")
-        if self.sequence_checkpoint_tokens is not None and not self.activation_checkpointing:
+        if self.sequence_checkpoint_tokens is not None and self.activation_checkpointing != "spans":
             raise ValueError(
                 f"sequence_checkpoint_tokens = {self.sequence_checkpoint_tokens} needs "
-                "activation_checkpointing = true: what is not recomputed is kept"
+                "activation_checkpointing = spans, and this is "
+                f"{self.activation_checkpointing}"
             )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(

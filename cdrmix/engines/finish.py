@@ -92,7 +92,7 @@ def _utilisation(run: Run, speed: float | None) -> dict[str, Any]:
         device=runtime.device_name(),
         world_size=runtime.world_size(),
         tokens_per_second=speed,
-        recomputes=run.plan.activation_checkpointing,
+        recomputes=run.plan.recomputes_blocks,
     )
     return {"utilisation": found._asdict()} if found else {}
 

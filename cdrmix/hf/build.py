@@ -45,11 +45,11 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
     if config.model.lora is not None:
         # before recomputation, for which peft would have gradients of the embeddings computed
         model = add_adapters(causal, config.model.lora, seed=config.training.seed)
-    if plan.activation_checkpointing:
+    if plan.recomputes_blocks:
         if not causal.supports_gradient_checkpointing:
             raise ConfigError(
-                f"training.activation_checkpointing = true: layers of {type(causal).__name__} "
-                "cannot be recomputed. Try false"
+                f"training.activation_checkpointing = block: layers of {type(causal).__name__} "
+                "cannot be recomputed. Try none"
             )
         causal.activation_checkpointing_enable({"use_reentrant": False})
     return HuggingFaceModel(model, config.model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Recomputation
 from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.initialize import normal_
 from cdrmix.models.mixture_of_depths import make_block
@@ -78,8 +79,7 @@ class Backbone(nn.Module):
     further tokens.
 
     Args:
-        activation_checkpointing: recompute each block in the backward pass.
-        sequence_checkpoint_tokens: recompute it in spans of so many tokens; None: in one.
+        activation_checkpointing, sequence_checkpoint_tokens: of the blocks; see `run_blocks`.
         block: makes the block of a layer; by default a whole one, without initial values.
     """
 
@@ -87,7 +87,7 @@ class Backbone(nn.Module):
         self,
         config: ModelConfig,
         *,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Recomputation = "none",
         sequence_checkpoint_tokens: int | None = None,
         block: Callable[[ModelConfig, int], Block] = make_block,
     ) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Recomputation
 from cdrmix.models.attention import AttentionState
 from cdrmix.models.block import Block, BlockState, rms_norm
 from cdrmix.models.initialize import normal_
@@ -96,7 +97,7 @@ class FurtherTokens(nn.ModuleDict):
         model: ModelConfig,
         block: MakeBlock,
         *,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Recomputation = "none",
         sequence_checkpoint_tokens: int | None = None,
     ) -> None:
         assert model.mtp is not None, "a model with multi-token prediction"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cdrmix.config.schema import Recomputation
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState, RoutedStatistics
 
@@ -45,7 +46,7 @@ def run_blocks(
     segment_ids: Tensor | None = None,
     state: list[BlockState | RoutedState] | None = None,
     return_state: bool = False,
-    recompute: bool = False,
+    recompute: Recomputation = "none",
     sequence_checkpoint_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Statistics, list[BlockState | RoutedState] | None]:
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
@@ -54,13 +55,14 @@ def run_blocks(
         x: residual stream, [B, T, D].
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         segment_ids, state, return_state: see `Context`.
-        recompute: save each block's input and recompute the rest in the backward pass.
-        sequence_checkpoint_tokens: tokens that are recomputed together, without states; None: all.
+        recompute: what is computed again in the backward pass; block and spans save each block's
+            input only.
+        sequence_checkpoint_tokens: tokens of a span, where none begins from a state; None: all.
             Where tokens are dropped, each span has a capacity of its own.
     Returns:
         residual stream, v_first, statistics, states or None.
     """
-    is_recomputed = recompute and torch.is_grad_enabled()
+    is_recomputed = recompute in ("block", "spans") and torch.is_grad_enabled()
     spans = _spans(x.shape[1], sequence_checkpoint_tokens)
     statistics = []
     depth = []

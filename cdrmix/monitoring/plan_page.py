@@ -94,12 +94,14 @@ def _parameters(plan: Mapping[str, Any]) -> str:
 
 
 def _activations(plan: Mapping[str, Any]) -> str:
-    is_checkpointed = plan.get("activation_checkpointing")
-    if is_checkpointed is None:
+    recomputed = plan.get("activation_checkpointing")
+    if recomputed is None:
         return ""
-    text = (
-        "computed again in the backward pass" if is_checkpointed else "kept for the backward pass"
-    )
+    text = "computed again in the backward pass"
+    if recomputed in ("none", False):  # plans of earlier versions have true and false
+        text = "kept for the backward pass"
+    elif recomputed == "selective":
+        text = "kept for the backward pass where they are dear, computed again where they are cheap"
     tokens = plan.get("sequence_checkpoint_tokens")
     return f"{text}, in stretches of {tokens:,} tokens" if tokens else text
 

@@ -117,7 +117,7 @@ class SavedActivations:
         v_first = self._stream // degrees.tensor * tokens if self._has_v_first else 0
         is_last = stage == degrees.pipeline - 1
         further, unit_of_further = self._of_further_tokens(layout) if is_last else (0.0, 0.0)
-        if layout.activation_checkpointing:
+        if layout.recomputes_blocks:
             inputs, unit = self._recomputed(layout, stage)
             unit = max(unit, unit_of_further)
             total = in_flight * (inputs + v_first) + unit
@@ -177,7 +177,7 @@ class SavedActivations:
         total = gradients + further * outside.on(degrees) * tokens
         if mtp.kind == "deepseek":  # two norms read the output of a depth that has a next one
             total -= (further - 1) * self._twice * tokens
-        if not layout.activation_checkpointing:
+        if not layout.recomputes_blocks:
             return total + further * of_block, 0.0
         return total + further * self._stream * tokens, of_block - self._twice * tokens
 

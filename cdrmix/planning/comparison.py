@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
-from cdrmix.planning import rules
+from cdrmix.planning import rules, zero
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.fine_tuning import with_adapters
@@ -144,8 +144,9 @@ def _changes(compared: Comparison) -> Iterator[str]:
         )
     if adapters := with_adapters(compared.config, cluster, compared.profile):
         yield adapters
-    if not plan.activation_checkpointing:
-        yield "would take less with training.activation_checkpointing = true"
+    most = zero.most_recomputed(compared.config.model)
+    if not plan.recomputes_blocks:
+        yield f"would take less with training.activation_checkpointing = {most}"
     if training.fixed_micro_batch_size is not None and training.fixed_micro_batch_size > 1:
         yield "would take less with training.micro_batch_size = 1"
     memory, _ = plan.estimates()
@@ -153,7 +154,7 @@ def _changes(compared: Comparison) -> Iterator[str]:
         yield "would take less of a host with checkpoint.background = false"
     least: dict[str, Any] = {"micro_batch_size": training.fixed_micro_batch_size or 1}
     if "activation_checkpointing" not in training.model_fields_set:
-        least["activation_checkpointing"] = True
+        least["activation_checkpointing"] = most
     # only the smallest layouts: a tenth of the time of a whole search
     lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
     has_wider = False

@@ -122,7 +122,7 @@ class CostModel:
             for stage, layers in enumerate(stages):
                 forward[stage] += self._flops_of_passed_states(layers, degrees)
         forward[-1] += self.flops_above
-        passes = self.passes + (1 if layout.activation_checkpointing else 0)
+        passes = self.passes + (1 if layout.recomputes_blocks else 0)
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
         launches *= self.activations.spans(layout)[0]
@@ -165,7 +165,7 @@ class CostModel:
         """Communication of blocks and stages in all micro-steps of a step."""
         degrees = layout.degrees
         steps = layout.gradient_accumulation_steps
-        again = 1 if layout.activation_checkpointing else 0
+        again = 1 if layout.recomputes_blocks else 0
         stream = self.activations.tokens(layout) * self.model.hidden_size * self.size
         traffic: _Traffic = {}
 
@@ -214,7 +214,7 @@ class CostModel:
         layers = max(stages, key=len)
         shares = sum(share_of_tokens(self.model, layer) for layer in layers)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
-        mixers = shares * (3 if layout.activation_checkpointing else 2)
+        mixers = shares * (3 if layout.recomputes_blocks else 2)
         of_experts = sum(map(self._share_to_experts, layers))
         dense = shares - of_experts
         partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
@@ -248,7 +248,7 @@ class CostModel:
         tokens = activations.tokens(layout)
         samples = layout.micro_batch_size
         most = (0.0, 0.0, 0.0)
-        passes = 3 if layout.activation_checkpointing else 2
+        passes = 3 if layout.recomputes_blocks else 2
         for layers in self.memory.stages(degrees.pipeline):
             heads = halos = states = 0
             for layer in layers:
@@ -274,7 +274,7 @@ class CostModel:
             if degrees.data == 1:
                 return {}
             steps = layout.gradient_accumulation_steps
-            recompute = layout.activation_checkpointing
+            recompute = layout.recomputes_blocks
             each_micro_step, once = self.memory.gathered_by_zero3(recompute=recompute)
             payloads = {
                 "gradients_reduce_scatter": steps * self.size * self.trained_params,

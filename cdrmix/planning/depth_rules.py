@@ -14,15 +14,6 @@ DEPTH_RULES: tuple[Rule, ...] = (
         THIS_VERSION,
     ),
     Rule(
-        "mod-in-spans-unavailable",
-        lambda x: x.model.mod is not None and x.training.sequence_checkpoint_tokens is not None,
-        "training.sequence_checkpoint_tokens = {x.training.sequence_checkpoint_tokens} with "
-        "model.mod is {unavailable}: a span would choose its tokens without those of the others, "
-        "and begin from a state that rows reach after different tokens. Try leaving it out: blocks "
-        "are then recomputed whole",
-        THIS_VERSION,
-    ),
-    Rule(
         "mod-in-stage-b-unavailable",
         lambda x: (
             x.model.mod is not None and x.config.stage_b is not None and x.training.stage != "a"

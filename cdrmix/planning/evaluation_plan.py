@@ -82,7 +82,7 @@ def choose_for_evaluation(config: Config, cluster: Cluster, *, profile: str | No
     values["parallel"] = {"sequence": 1} | given
     values["training"] |= {
         "global_batch_size": (training.fixed_micro_batch_size or 1) * cluster.world_size,
-        "activation_checkpointing": True,
+        "activation_checkpointing": "block",
     }
     values["training"].pop("sequence_checkpoint_tokens")
     planned = resolve(values, place=config.name)
@@ -129,7 +129,7 @@ def _without_training(plan: Plan, model: MemoryModel) -> Plan:
         plan,
         memory=alone,
         deepspeed=settings,
-        activation_checkpointing=False,
+        activation_checkpointing="none",
         sequence_checkpoint_tokens=None,
     )
 

@@ -67,7 +67,7 @@ class FolderActivations:
         stream = self.element_bytes * self.model.hidden_size
         tokens = self.tokens(layout)
         blocks = [self._of_block(layer, layout) for layer in range(len(self._blocks))]
-        if layout.activation_checkpointing:
+        if layout.recomputes_blocks:
             # In float32 the norm of a block reads its input, which is counted already.
             twice = stream * tokens if self.element_bytes == _FLOAT32 else 0
             total = self.between_blocks(layout) + max(blocks) - twice

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.config.schema import Config, Recomputation, TrainingConfig
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
@@ -107,10 +107,20 @@ class Layout:
     zero_stage: int
     micro_batch_size: int  # samples per data rank and forward pass
     gradient_accumulation_steps: int  # forward passes per optimizer step
-    activation_checkpointing: bool  # True if blocks are recomputed in the backward pass
-    # tokens of a sample that are recomputed together; None: all
+    activation_checkpointing: Recomputation  # what is recomputed in the backward pass
+    # tokens of a sample that are recomputed together, of spans alone; None: all
     sequence_checkpoint_tokens: int | None = None
     offloads_optimizer: bool = False  # True if masters, moments and average are on the host
     offloads_parameters: bool = False  # True if partitions of the weights are too (ZeRO-3)
     # DeepSpeed's `reduce_bucket_size` (elements)
     bucket_elements: int = 500_000_000  # DeepSpeed's default
+
+    @property
+    def recomputes(self) -> bool:
+        """True if anything is recomputed in the backward pass."""
+        return self.activation_checkpointing != "none"
+
+    @property
+    def recomputes_blocks(self) -> bool:
+        """True if whole blocks are run again, at once or in spans, and save their inputs alone."""
+        return self.activation_checkpointing in ("block", "spans")

@@ -62,7 +62,9 @@ class Plan(Layout):
 
     def describe(self) -> str:
         """Describes the layout in one line, with the names of the configuration."""
-        recomputed = ", activation checkpointing" if self.activation_checkpointing else ""
+        recomputed = ", activation checkpointing" if self.recomputes else ""
+        if self.activation_checkpointing == "selective":
+            recomputed += " of what is cheap"
         if self.sequence_checkpoint_tokens is not None:
             recomputed += f" by {self.sequence_checkpoint_tokens:,} tokens"
         spread = self.degrees.describe()

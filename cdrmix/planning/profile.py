@@ -171,20 +171,20 @@ def _reasons(
         reasons.append(f"missing: no layout fits, and the smallest of all, this one, takes {over}")
     elif faster:
         reasons.append(f"speed: {_speed_reason(plan, faster[0], config, cluster)}")
-    recompute = plan.activation_checkpointing
-    if recompute:
+    if plan.recomputes:
         why = "what it saves lets a larger micro batch fit, which is faster"
         if not plan.fits:
             why = "takes less memory than without"
-        if training.activation_checkpointing:
+        if "activation_checkpointing" in training.model_fields_set:
             why = "training.activation_checkpointing as given"
-        reasons.append(f"activation checkpointing: {why}")
+        reasons.append(f"activation checkpointing {plan.activation_checkpointing}: {why}")
     if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
     if plan.fits and not plan.has_memory_tier:
         reasons.append(f"checkpoints: {_memory_tier_reason(plan, config, cluster)}")
     if plan.sequence_checkpoint_tokens is not None:
-        span, why = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
+        form = plan.activation_checkpointing
+        span, why = zero.sequence_checkpoint_tokens(config, degrees, form)
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
     of_user = optimizer_of(config.optimizer)
     if of_user is not None:

@@ -12,15 +12,14 @@ from dataclasses import replace
 
 from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import PlanError
-from cdrmix.planning import zero
 from cdrmix.planning.block_rules import BLOCK_RULES
-from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.depth_rules import DEPTH_RULES
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.plugin_rules import PLUGIN_RULES
+from cdrmix.planning.recompute_rules import RECOMPUTE_RULES
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
 from cdrmix.planning.suite_rules import SUITE_RULES
 
@@ -261,30 +260,7 @@ RULES: tuple[Rule, ...] = (
         _batch_message,
         "the global batch is the same on every cluster",
     ),
-    Rule(
-        "hf-in-spans",
-        lambda x: x.model.kind == "hf" and x.training.sequence_checkpoint_tokens is not None,
-        "training.sequence_checkpoint_tokens = {x.training.sequence_checkpoint_tokens} with "
-        "model.kind = hf: blocks of transformers are recomputed whole, as their attention and "
-        "recurrences take no state of an earlier span. Try leaving it out",
-        "transformers 5.23 modeling_layers.py: GradientCheckpointingLayer",
-    ),
-    Rule(
-        "large-without-recomputation",
-        lambda x: (
-            "activation_checkpointing" in x.training.model_fields_set  # else the plan decides
-            and not x.training.activation_checkpointing
-            and x.training.stage != "b"  # Stage B trains little of it
-            and params_by_part(x.model).total() >= zero.STAGED_PARAMS
-        ),
-        lambda x: (
-            "training.activation_checkpointing = false with "
-            f"{params_by_part(x.model).total() / 1e9:.3g}B "
-            f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
-            "what blocks keep outgrows the weights. Try true, or leave it out"
-        ),
-        "rules of the model's size: planning/zero.py",
-    ),
+    *RECOMPUTE_RULES,
     *WHOLE_MODELS,
     *BLOCK_RULES,
     *DEPTH_RULES,

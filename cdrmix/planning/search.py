@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Recomputation
 from cdrmix.planning import rules, zero
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import CostModel
@@ -69,7 +69,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
             # Nearly equal speeds are equal here, and the simpler layout wins.
             speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
             cut = sum(getattr(layout.degrees, axis) > 1 for axis in AXES if axis != "data")
-            asked = layout.activation_checkpointing + layout.offloads_optimizer
+            asked = layout.recomputes + layout.offloads_optimizer
             complexity = cut + layout.zero_stage + asked
             rank = (
                 bool(missing),
@@ -112,7 +112,7 @@ def combinations(
 
 
 def _layouts(combination: Combination) -> Iterator[Layout]:
-    """Layouts of a combination: every micro batch, with and without recomputation."""
+    """Layouts of a combination: every micro batch, with every form of recomputation."""
     config = combination.config
     training = config.training
     degrees = combination.degrees
@@ -123,19 +123,19 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
         micros = [1]
     if training.fixed_micro_batch_size is not None:
         micros = [training.fixed_micro_batch_size]
-    checkpointing = [False, True]
+    forms: list[Recomputation] = ["none", zero.most_recomputed(config.model)]
     if "activation_checkpointing" in training.model_fields_set:
-        checkpointing = [training.activation_checkpointing]
+        forms = [training.activation_checkpointing]
     bucket = combination.zero.get("reduce_bucket_size", Layout.bucket_elements)
     for micro in micros:
-        for recompute in checkpointing:
-            span, _ = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
+        for form in forms:
+            span, _ = zero.sequence_checkpoint_tokens(config, degrees, form)
             yield Layout(
                 degrees,
                 combination.zero_stage,
                 micro,
                 share // micro,
-                recompute,
+                form,
                 span,
                 offloads_optimizer=combination.offloads("offload_optimizer"),
                 offloads_parameters=combination.offloads("offload_param"),

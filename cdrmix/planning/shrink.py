@@ -240,7 +240,7 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
     schedule = f"{config.model.schedule}, both kinds of blocks"
     if config.model.mixers is not None:
         schedule = f"mixers, {', '.join(dict.fromkeys(config.model.mixers))}"
-    recomputes = "on" if plan.activation_checkpointing else "off"
+    recomputes = plan.activation_checkpointing
     steps = plan.gradient_accumulation_steps
     covered = [
         ("accumulation", str(steps), str(min(2, steps))),

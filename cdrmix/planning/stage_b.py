@@ -214,7 +214,7 @@ class _Model:
 
 
 def _layout(pipeline: int) -> Layout:
-    return Layout(Degrees(pipeline=pipeline), 1, 1, 1, activation_checkpointing=False)
+    return Layout(Degrees(pipeline=pipeline), 1, 1, 1, activation_checkpointing="none")
 
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
@@ -276,7 +276,7 @@ def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
         zero_stage=1 if name == "zero1" else 2,
         micro_batch_size=1,
         gradient_accumulation_steps=slots,
-        activation_checkpointing=False,
+        activation_checkpointing="none",
         sequence_checkpoint_tokens=None,
         offloads_optimizer=False,
         offloads_parameters=False,

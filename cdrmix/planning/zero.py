@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Recomputation
 from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import params_by_part, trained_params
 from cdrmix.planning.layout import Combination, Degrees
@@ -55,18 +55,24 @@ def profile_name(stage: int, degrees: Degrees) -> str:
     return "expert" if stage == 2 and degrees.expert > 1 else f"zero{stage}"
 
 
+def most_recomputed(model: ModelConfig) -> Recomputation:
+    """The usual form of recomputation that keeps least: large models recompute in spans, which
+    neither routed blocks nor those of transformers can."""
+    if model.kind == "hf" or model.mod is not None:
+        return "block"
+    return "spans" if params_by_part(model).total() >= STAGED_PARAMS else "block"
+
+
 def sequence_checkpoint_tokens(
-    config: Config, degrees: Degrees, *, recompute: bool
+    config: Config, degrees: Degrees, recomputation: Recomputation
 ) -> tuple[int | None, str]:
     """Chooses the tokens of a sample that are recomputed together (None: all), with the reason."""
     training = config.training
-    if "sequence_checkpoint_tokens" in training.model_fields_set:
+    if recomputation != "spans":
+        return None, "not needed"
+    if training.sequence_checkpoint_tokens is not None:
         return training.sequence_checkpoint_tokens, "training.sequence_checkpoint_tokens as given"
     total = params_by_part(config.model).total()
-    if config.model.kind == "hf" or not recompute or total < STAGED_PARAMS:
-        return None, "not needed"
-    if config.model.mod is not None:
-        return None, "model.mod: a routed block chooses among all tokens of a sample at once"
     part = training.sequence_length // degrees.sequence
     span = min(SPAN_TOKENS, -(-part // 2))
     return span, (

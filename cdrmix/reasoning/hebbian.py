@@ -214,7 +214,7 @@ class PlasticBackbone(nn.Module):
 
     def __init__(self, backbone: Backbone, config: AdapterConfig, *, rule: Rule = "hebb") -> None:
         super().__init__()
-        if backbone.activation_checkpointing:
+        if backbone.activation_checkpointing != "none":
             raise ValueError("plastic adapters need a backbone without activation checkpointing")
         self.backbone = backbone
         self.adapter_config = config

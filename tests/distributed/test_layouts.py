@@ -20,7 +20,7 @@ from tests.layouts import (
     unlike,
 )
 
-SPANS = {"activation_checkpointing": True, "sequence_checkpoint_tokens": 5}
+SPANS = {"activation_checkpointing": "spans", "sequence_checkpoint_tokens": 5}
 # Under ZeRO-3 parameters of up to 1e5 elements stay whole by default: nearly all of a tiny model.
 CUT = {"stage3_param_persistence_threshold": 0}
 # Let go at once of what another module will read again, and gather nothing ahead.
@@ -30,7 +30,7 @@ LATE = CUT | {
     "stage3_prefetch_bucket_size": 0,
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-RECOMPUTED = {"activation_checkpointing": True}
+RECOMPUTED = {"activation_checkpointing": "block"}
 # Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
 MAMBA = {
     "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
@@ -62,7 +62,7 @@ LAYOUTS = [
     Case(tensor=2, moe=False, accumulation=2, optimizer="sgd"),
     Case(tensor=2, expert=2, accumulation=2, optimizer="sgd"),
     Case(tensor=2, moe=False, model={"num_kv_heads": 2}, profile="zero2"),
-    Case(tensor=2, training={"activation_checkpointing": True}),
+    Case(tensor=2, training=RECOMPUTED),
     Case(tensor=4, expert=4),
     Case(data=2, tensor=2, optimizer="sgd"),
     Case(data=2, tensor=2, accumulation=2, profile="zero2"),

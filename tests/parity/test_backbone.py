@@ -69,7 +69,7 @@ def test_recomputation_gives_the_same_gradients_bit_by_bit() -> None:
     model = small_model()
     ids = tokens(2, 19)
     found = []
-    for recompute in (False, True):
+    for recompute in ("none", "block"):
         model.activation_checkpointing = recompute
         model.zero_grad()
         output = model(ids)
@@ -102,7 +102,7 @@ def test_sequence_checkpointing_changes_rounding_only(changes: dict, packed: boo
     if packed:  # borders of documents inside spans and at their ends
         segment_ids = torch.tensor([[0] * 8 + [1] * 11, [0] * 5 + [1] * 2 + [2] * 12])
     whole = results(model, ids, segment_ids)
-    model.activation_checkpointing = True
+    model.activation_checkpointing = "spans"
     for span in (5, 8, 18):
         model.sequence_checkpoint_tokens = span
         for found, expected in zip(results(model, ids, segment_ids), whole, strict=True):
@@ -111,7 +111,7 @@ def test_sequence_checkpointing_changes_rounding_only(changes: dict, packed: boo
 
 def test_sequence_checkpointing_computes_nothing_more_than_twice() -> None:
     model = small_model()
-    model.activation_checkpointing, model.sequence_checkpoint_tokens = True, 8
+    model.activation_checkpointing, model.sequence_checkpoint_tokens = "spans", 8
     tokens_seen: dict[str, int] = {}
 
     def count(name: str) -> None:

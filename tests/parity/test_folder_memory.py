@@ -97,7 +97,7 @@ def make_config(
                 "learning_rate": 1e-3,
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
-                "activation_checkpointing": False,
+                "activation_checkpointing": "none",
                 "ema_decay": 0.9 if averaged else None,
             },
             "data": {"path": "none", "segment_documents": segments},

@@ -234,9 +234,9 @@ def test_a_model_with_mamba_layers_is_recomputed_in_spans() -> None:
     # documents begin inside of spans and at their ends, and within the reach of the convolution
     segment_ids = torch.stack([ids_of([8, 11])[0], ids_of([5, 2, 12])[0]])
     whole = backbone_results(model, ids, segment_ids)
-    model.activation_checkpointing = True
+    model.activation_checkpointing = "block"
     for span in (None, 5, 8):
-        model.sequence_checkpoint_tokens = span
+        model.activation_checkpointing, model.sequence_checkpoint_tokens = "spans", span
         assert_all_close(backbone_results(model, ids, segment_ids), whole, 1e-5)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Recomputation
 from cdrmix.planning.activations import WKVForm
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.memory import MemoryModel
@@ -57,7 +57,7 @@ class Case:
     mixed: bool = False  # layers listed, experts in every other one, SwiGLU
     capacity: float | None = None  # of Mixture of Depths with predictors, in all blocks but one
     kv_heads: int | None = None
-    checkpointing: bool = False
+    checkpointing: Recomputation = "none"
     span: int | None = None
     precision: str = "fp32"
     profile: str = "zero1"
@@ -84,22 +84,23 @@ CASES = (
     Case("MoE, ZeRO-2", profile="zero2"),
     Case("MoE, long", length=512),
     Case("MoE, wide", hidden=256, layers=8),
-    Case("MoE, micro batch 3, checkpointing", micro_batch=3, checkpointing=True),
-    Case("MoE, wide and long, checkpointing", hidden=256, length=384, checkpointing=True),
+    Case("MoE, micro batch 3, checkpointing", micro_batch=3, checkpointing="block"),
+    Case("MoE, wide and long, checkpointing", hidden=256, length=384, checkpointing="block"),
     Case("dense", moe=False),
     Case("dense, grouped queries, long", moe=False, kv_heads=2, length=512),
-    Case("dense, wide, checkpointing", moe=False, hidden=256, checkpointing=True),
+    Case("dense, wide, checkpointing", moe=False, hidden=256, checkpointing="block"),
     Case("dense, narrow, ZeRO-2", moe=False, hidden=64, profile="zero2"),
     Case("MoE in some layers, SwiGLU", mixed=True, kv_heads=2),
     Case("MoE in some layers, SwiGLU, 2 tensor ranks, checkpointing", mixed=True, world=2, tensor=2,
-         checkpointing=True),
+         checkpointing="block"),
     Case("MoE, routed blocks", capacity=0.75, micro_batch=2),
     Case("dense, routed blocks, checkpointing", moe=False, hidden=256, capacity=0.5,
-         checkpointing=True),
+         checkpointing="block"),
     Case("MoE, bf16, routed blocks, 2 tensor ranks", precision="bf16", capacity=0.75, world=2,
          tensor=2),
     Case("MoE, bf16, ZeRO-1", precision="bf16"),
-    Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
+    Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2",
+         checkpointing="block"),
     Case("MoE, 2 ranks, ZeRO-1", world=2),
     Case("MoE, 2 ranks, ZeRO-2", world=2, profile="zero2"),
     Case("MoE, 2 ranks, experts spread, ZeRO-2", world=2, profile="zero2", expert=2, length=512),
@@ -111,21 +112,21 @@ CASES = (
     Case("dense, 2 tensor ranks, grouped queries, ZeRO-2", world=2, tensor=2, moe=False, kv_heads=2,
          length=512, profile="zero2"),
     Case("dense, 2 tensor ranks, wide, checkpointing", world=2, tensor=2, moe=False, hidden=256,
-         checkpointing=True),
+         checkpointing="block"),
     Case("MoE, bf16, 2 tensor x 2 data ranks, experts spread, ZeRO-2", precision="bf16", world=4,
          tensor=2, expert=2, profile="zero2", length=512),
-    Case("MoE, spans of a long sequence", length=512, checkpointing=True, span=128),
+    Case("MoE, spans of a long sequence", length=512, checkpointing="spans", span=128),
     Case("dense, wide, spans, micro batch 2", moe=False, hidden=256, micro_batch=2, length=256,
-         checkpointing=True, span=100),
-    Case("MoE, bf16, spans", precision="bf16", length=512, checkpointing=True, span=64),
+         checkpointing="spans", span=100),
+    Case("MoE, bf16, spans", precision="bf16", length=512, checkpointing="spans", span=64),
     Case("MoE, 2 ranks, sequence by heads", world=2, sequence=2, length=32, micro_batch=4),
     Case("MoE, 2 ranks, sequence by states", world=2, sequence=2, length=512),
     Case("MoE, bf16, 2 ranks, sequence by states", world=2, sequence=2, precision="bf16",
          length=512),
     Case("dense, 4 ranks, sequence 4 by states", moe=False, world=4, sequence=4, length=512),
     Case("MoE, 2 ranks, sequence, checkpointing", world=2, sequence=2, length=512,
-         checkpointing=True),
-    Case("MoE, 2 ranks, sequence, spans", world=2, sequence=2, length=512, checkpointing=True,
+         checkpointing="block"),
+    Case("MoE, 2 ranks, sequence, spans", world=2, sequence=2, length=512, checkpointing="spans",
          span=64),
     Case("dense, ZeRO-3", moe=False, profile="zero3"),
     Case("dense, 2 ranks, ZeRO-3", world=2, moe=False, hidden=384, profile="zero3"),
@@ -139,15 +140,15 @@ CASES = (
     Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
          profile="zero2_offload"),
     Case("Mamba, dense, long", moe=False, mixers=MAMBA, length=512),
-    Case("Mamba, bf16, checkpointing", precision="bf16", mixers=MAMBA, checkpointing=True),
-    Case("Mamba, spans, micro batch 2", mixers=MAMBA, length=512, checkpointing=True, span=64,
+    Case("Mamba, bf16, checkpointing", precision="bf16", mixers=MAMBA, checkpointing="block"),
+    Case("Mamba, spans, micro batch 2", mixers=MAMBA, length=512, checkpointing="spans", span=64,
          micro_batch=2),
     Case("MoE, linear heads of further tokens", mtp="linear"),
     Case("dense, bf16, heads of further tokens with blocks", moe=False, precision="bf16",
          mtp="block"),
     Case("MoE, 2 ranks, deepseek depths, ZeRO-2", world=2, profile="zero2", mtp="deepseek"),
     Case("dense, 2 tensor ranks, deepseek depths, checkpointing", world=2, tensor=2, moe=False,
-         checkpointing=True, mtp="deepseek"),
+         checkpointing="block", mtp="deepseek"),
     Case("MoE, Muon, 2 ranks, experts spread, ZeRO-2", world=2, expert=2, profile="zero2",
          optimizer="muon"),
     Case("MoE, bf16, Muon, ZeRO-1", precision="bf16", optimizer="muon"),
@@ -164,7 +165,7 @@ CUDA_CASES = tuple(
     Case(name, hidden=2048, length=4096, precision="bf16", profile="zero2", **changes)
     for name, changes in (
         ("MoE", {}),
-        ("MoE, checkpointing", {"checkpointing": True, "micro_batch": 4}),
+        ("MoE, checkpointing", {"checkpointing": "block", "micro_batch": 4}),
         ("dense", {"moe": False}),
     )
 )
@@ -276,7 +277,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     kept, loss = saved(forward, known=weights)
     gathered = storages(engine.module.parameters())
     kept = {key: piece for key, piece in kept.items() if key not in gathered}
-    if case.checkpointing:
+    if case.checkpointing != "none":
         kept |= largest_unit(forward, known=weights)
     found = {"activations": total(kept)}
     del kept

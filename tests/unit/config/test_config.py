@@ -16,7 +16,7 @@ from cdrmix.config.load import (
     shipped,
 )
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.config.yaml_text import dump_yaml
+from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.errors import ConfigError
 
 SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
@@ -88,7 +88,36 @@ def test_the_variants_have_the_values_of_the_scale_table(
     assert model.layer_kinds().count("transformer") == model.num_layers // 4
     assert training.min_learning_rate == pytest.approx(training.learning_rate / 10)
     assert (training.sequence_length, training.precision) == (4096, "bf16")
-    assert training.activation_checkpointing is (scale in ("40b", "200b"))
+    assert training.activation_checkpointing == ("spans" if scale in ("40b", "200b") else "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ("training: {activation_checkpointing: false}", "none"),
+        ("training: {activation_checkpointing: true}", "block"),
+        ("training: {activation_checkpointing: true, sequence_checkpoint_tokens: null}", "block"),
+        ("training: {activation_checkpointing: true, sequence_checkpoint_tokens: 64}", "spans"),
+        ("training: {activation_checkpointing: spans}", "spans"),
+        ("training: {activation_checkpointing: selective}", "selective"),
+    ],
+)
+def test_recomputation_has_a_word_and_older_files_are_understood(given: str, word: str) -> None:
+    values = load_config(TINY).model_dump()
+    values["training"] |= parse_yaml(given, place="test")["training"]
+    assert Config.model_validate(values).training.activation_checkpointing == word
+
+
+@pytest.mark.parametrize("given", ["none", "selective", "block", "true"])
+def test_the_length_of_spans_needs_spans(given: str) -> None:
+    settings = [f"training.activation_checkpointing={given}"]
+    settings.append("training.sequence_checkpoint_tokens=64")
+    if given == "true":  # the older way of saying so
+        assert load_config(TINY, settings).training.activation_checkpointing == "spans"
+        return
+    told = f"needs activation_checkpointing = spans, and this is {given}"
+    with pytest.raises(ConfigError, match=told):
+        load_config(TINY, settings)
 
 
 def test_the_tiny_config_is_dropless_and_single_precision() -> None:

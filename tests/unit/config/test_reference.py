@@ -33,7 +33,7 @@ NEEDS = {
     **dict.fromkeys(("cpt", "cpt.replay", "cpt.replay.source"), _BASE),
     **{path: _HUGGING_FACE for path in ENTRIES if path.startswith(("model.lora", "model.path"))},
     **{path: _MAMBA for path in ENTRIES if path.startswith(("model.mamba", "model.routing_mamba"))},
-    "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
+    "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=spans"],
     "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
     "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
     **{

@@ -126,7 +126,7 @@ def test_an_added_type_is_run_in_spans_and_decoded(running_mean: Config) -> None
     gradients = []
     for spans in (None, 5):
         made = Backbone(
-            running_mean.model, activation_checkpointing=True, sequence_checkpoint_tokens=spans
+            running_mean.model, activation_checkpointing="spans", sequence_checkpoint_tokens=spans
         )
         made.initialize(seed=1)
         made.logits(made(ids).hidden).square().mean().backward()

@@ -105,7 +105,7 @@ def test_recomputation_of_what_does_not_fit_is_no_gain_in_speed() -> None:
     small = make_cluster(nodes=1, gpus_per_node=1, gpu_memory_gib=10)
     made = compare(config("core-1b"), small)
     assert not made.fits
-    assert "activation checkpointing: takes less memory than without" in made.plan.reasons
+    assert "activation checkpointing block: takes less memory than without" in made.plan.reasons
     assert any("GiB too much for a device" in warning for warning in made.plan.warnings)
     assert made.changes[-1] == "would fit on 1 device of 32 GiB"
 

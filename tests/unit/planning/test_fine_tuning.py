@@ -113,7 +113,7 @@ def test_spans_are_refused(tmp_path: Path) -> None:
     config = make_config(
         only_config(tmp_path, "llama"),
         sequence_checkpoint_tokens=512,
-        activation_checkpointing=True,
+        activation_checkpointing="spans",
     )
     with pytest.raises(PlanError, match=r"blocks of transformers are recomputed whole"):
         check_legal(config, world_size=1)

@@ -6,7 +6,7 @@ import pytest
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Recomputation
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.blocks.feed_forward import feed_forward_workspace
 from cdrmix.planning.cluster import Memory, make_cluster
@@ -28,7 +28,7 @@ def config(name: str, *overrides: str) -> Config:
 
 def arranged(
     data: int = 1, tensor: int = 1, pipeline: int = 1, sequence: int = 1, expert: int = 1,
-    *, stage: int = 2, micro: int = 1, steps: int = 8, recompute: bool = False,
+    *, stage: int = 2, micro: int = 1, steps: int = 8, recompute: Recomputation = "none",
 ) -> Layout:  # fmt: skip
     degrees = Degrees(data, tensor, pipeline, sequence, expert)
     return Layout(degrees, stage, micro, steps, recompute, bucket_elements=200_000_000)
@@ -71,7 +71,7 @@ def test_the_mask_that_keeps_documents_apart_is_counted_for_each_attention() -> 
         plain, masked = (estimate("1b", layout, *given) for given in ([], [apart]))
         assert masked.activations - plain.activations == 6 * mask  # of 24 layers, six attend
         assert masked.buffers["segment_mask"] == 2 * 2 * 4096**2  # two bytes on the way to it
-    recomputed = arranged(8, micro=2, recompute=True)
+    recomputed = arranged(8, micro=2, recompute="block")
     plain, masked = (estimate("1b", recomputed, *given) for given in ([], [apart]))
     assert masked.activations - plain.activations <= mask  # of one block at a time
 
@@ -138,15 +138,17 @@ def test_gradients_and_their_buffers_are_those_worked_out_by_hand() -> None:
 
 
 def test_checkpointing_keeps_the_borders_and_one_block() -> None:
-    plain, recomputed = (estimate("1b", arranged(8, recompute=r)).activations for r in (0, 1))
+    plain, recomputed = (
+        estimate("1b", arranged(8, recompute=r)).activations for r in ("none", "block")
+    )
     tokens, width, layers = 4096, 2048, 24
     borders = 2 * tokens * width * (layers + 1)  # inputs of blocks, and v_first
     assert borders < recomputed < plain / 5
 
 
 def test_sequence_checkpointing_keeps_states_instead_of_the_activations_of_all_tokens() -> None:
-    whole = arranged(8, recompute=True)
-    spans = replace(whole, sequence_checkpoint_tokens=512)
+    whole = arranged(8, recompute="block")
+    spans = replace(whole, activation_checkpointing="spans", sequence_checkpoint_tokens=512)
     head = 4 * 2048 * 50272
     borders = 2 * 4096 * 2048 * (24 + 1) + 2 * 4096 * 2048 * 6  # also between halves of attention
     plain, spanned = (estimate("1b", made).activations - head for made in (whole, spans))
@@ -156,11 +158,11 @@ def test_sequence_checkpointing_keeps_states_instead_of_the_activations_of_all_t
 
 def test_a_wider_layout_never_takes_more_weights_or_optimizer() -> None:
     model = MemoryModel(config("40b"), "cuda")
-    base = model.estimate(arranged(8, stage=1, expert=1, recompute=True))
+    base = model.estimate(arranged(8, stage=1, expert=1, recompute="block"))
     for wider in (
-        arranged(8, tensor=2, stage=1, recompute=True),
-        arranged(8, pipeline=2, stage=1, recompute=True),
-        arranged(8, expert=8, stage=1, recompute=True),
+        arranged(8, tensor=2, stage=1, recompute="block"),
+        arranged(8, pipeline=2, stage=1, recompute="block"),
+        arranged(8, expert=8, stage=1, recompute="block"),
     ):
         found = model.estimate(wider)
         assert found.weights < base.weights
@@ -264,7 +266,7 @@ def test_parameters_are_listed_in_the_order_in_which_deepspeed_flattens_them() -
 @pytest.mark.parametrize("pipeline", [2, 8, 16, 32])
 def test_no_stage_takes_more_than_the_estimate(pipeline: int) -> None:
     model = MemoryModel(config("200b"), "cuda")
-    wide = arranged(4, 2, pipeline, 2, 8, stage=1, steps=64, recompute=True)
+    wide = arranged(4, 2, pipeline, 2, 8, stage=1, steps=64, recompute="block")
     every = [model.on_stage(wide, stage).total for stage in range(pipeline)]
     assert max(every) == model.estimate(wide).total
 

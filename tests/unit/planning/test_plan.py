@@ -51,7 +51,7 @@ def test_what_fits_is_the_expert_profile_over_a_node(
         "data": 8 * nodes, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8
     }  # fmt: skip
     assert (pick.micro_batch_size, pick.gradient_accumulation_steps) == (micro, steps)
-    assert pick.activation_checkpointing is recompute
+    assert pick.recomputes is recompute
     assert made.plan.estimates()[0].total / 2**30 == pytest.approx(gib, abs=1)
     assert 0.15 < made.plan.estimates()[1].mfu < made.plan.estimates()[1].scaling_efficiency < 1
     assert not made.changes
@@ -75,7 +75,7 @@ def test_large_models_are_cut_along_the_axes_of_their_size(
     made = planned(f"core-{scale}", nodes, gpu)
     assert made.fits
     assert made.plan.profile == "pipeline"
-    assert made.plan.activation_checkpointing
+    assert made.plan.recomputes_blocks
     degrees = asdict(made.plan.degrees)
     assert {axis for axis, degree in degrees.items() if degree > 1} - {"data"} == axes
     assert not made.plan.missing
@@ -86,11 +86,11 @@ def test_large_models_are_recomputed_in_spans_of_tokens(scale: str) -> None:
     made = planned(f"core-{scale}", 32, "mi300x-192")
     for candidate in (made.plan, *made.runners_up, *made.later):
         tokens = 4096 // candidate.degrees.sequence
-        assert candidate.activation_checkpointing
+        assert candidate.activation_checkpointing == "spans"
         assert candidate.sequence_checkpoint_tokens == min(2048, tokens // 2)
     assert made.to_json()["sequence_checkpoint_tokens"] is not None
     assert any("sequence checkpointing by" in reason for reason in made.plan.reasons)
-    given = planned(f"core-{scale}", 32, "mi300x-192", "training.sequence_checkpoint_tokens=null")
+    given = planned(f"core-{scale}", 32, "mi300x-192", "training.activation_checkpointing=block")
     assert given.plan.sequence_checkpoint_tokens is None
     small = planned("core-4b", 4, "a100-80")
     assert small.plan.sequence_checkpoint_tokens is None
@@ -140,7 +140,7 @@ def test_what_the_configuration_gives_is_kept() -> None:
     for candidate in (made.plan, *made.runners_up, *made.later):
         assert candidate.degrees.expert == 4
         assert candidate.micro_batch_size == 1
-        assert candidate.activation_checkpointing
+        assert candidate.activation_checkpointing == "block"
 
 
 @pytest.mark.parametrize(
@@ -182,18 +182,18 @@ def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
 
 def test_recomputation_that_was_refused_is_not_planned() -> None:
     made = planned("core-4b", 1, "rtx4090-24", "training.activation_checkpointing=false")
-    assert not made.plan.activation_checkpointing
+    assert not made.plan.recomputes
     assert not made.fits
-    assert "would take less with training.activation_checkpointing = true" in made.changes
+    assert "would take less with training.activation_checkpointing = block" in made.changes
 
 
 @pytest.mark.parametrize(("scale", "params"), [("40b", "114B"), ("200b", "679B")])
 def test_recomputation_of_a_large_model_cannot_be_turned_off(scale: str, params: str) -> None:
     with pytest.raises(PlanError) as caught:
         planned(f"core-{scale}", 32, "h200-141", "training.activation_checkpointing=false")
-    told = f"cdrmix-core-{scale}: training.activation_checkpointing = false with {params} "
+    told = f"cdrmix-core-{scale}: training.activation_checkpointing = none with {params} "
     assert str(caught.value).startswith(told)
-    assert str(caught.value).endswith("Try true, or leave it out")
+    assert str(caught.value).endswith("Try spans, or leave it out")
 
 
 def test_the_share_of_memory_that_a_plan_may_fill_is_the_configurations() -> None:

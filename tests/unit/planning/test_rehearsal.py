@@ -140,7 +140,7 @@ def test_each_small_stage_has_experts_however_short_the_last_one_is(
         shipped("model_configs") / "cdrmix-moe5b.yaml", ["parallel.pipeline=2", *overrides]
     )
     degrees = Degrees(data=2, pipeline=2, expert=2)
-    layout = Layout(degrees, 1, 1, 2, activation_checkpointing=True)
+    layout = Layout(degrees, 1, 1, 2, activation_checkpointing="block")
     model = _small_config(config, layout, degrees).model
     first, last = stage_layers(model, SEQUENCE_LENGTH, 2)
     assert any(map(model.has_experts, first)) and any(map(model.has_experts, last))

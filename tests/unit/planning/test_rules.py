@@ -21,7 +21,7 @@ REASON_TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
 LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 SPANS = (
-    "training.activation_checkpointing=true",
+    "training.activation_checkpointing=spans",
     "training.sequence_checkpoint_tokens=64",
 )
 MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
@@ -326,8 +326,13 @@ CASES: list[tuple[str, Combination, Combination]] = [
     ),
     (
         "large-without-recomputation",
-        layout("training.activation_checkpointing=false", LARGE),
-        layout("training.activation_checkpointing=true", LARGE),
+        layout("training.activation_checkpointing=none", LARGE),
+        layout("training.activation_checkpointing=block", LARGE),
+    ),
+    (
+        "selective-unavailable",
+        layout("training.activation_checkpointing=selective"),
+        layout("training.activation_checkpointing=block"),
     ),
     (
         "nvme-unavailable",

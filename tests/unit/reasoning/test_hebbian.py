@@ -190,7 +190,7 @@ def test_branches_in_one_batch_do_not_see_each_other() -> None:
 def test_a_backbone_that_recomputes_is_refused() -> None:
     config = make().backbone.config
     with pytest.raises(ValueError, match="without activation checkpointing"):
-        PlasticBackbone(Backbone(config, activation_checkpointing=True), ADAPTERS)
+        PlasticBackbone(Backbone(config, activation_checkpointing="block"), ADAPTERS)
 
 
 def test_half_precision_layers_keep_float32_fast_weights() -> None:
