@@ -161,8 +161,8 @@ def _run_settings(combination: Combination, layout: Layout) -> dict[str, Any]:
     if combination.config.optimizer.kind != "adamw":
         settings["zero_allow_untested_optimizer"] = True
     if training.precision == "bf16":
-        # Read by BF16_Optimizer alone: it adds each gradient to the float32 sum, and frees it, where
-        # the backward pass makes it.
+        # Read by BF16_Optimizer alone, which adds each gradient to the float32 sum, and frees it,
+        # where the backward pass makes it.
         settings["bf16"] = {"enabled": True, "immediate_grad_update": True}
         # a bf16 sum over hundreds of micro-steps would lose small gradients
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
