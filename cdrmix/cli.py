@@ -120,16 +120,34 @@ def add_plan(verbs: Verbs) -> None:
     flag = parser.add_argument
     flag("--explain", action="store_true", help="also every buffer, what is exchanged, assumptions")
     flag("--json", action="store_true", help="print one JSON object")
+    rate = (
+        "failures that interrupt the run per hour of each device, as failures.per_device_hour; "
+        "default: a published rate"
+    )
+    flag("--failure-rate", metavar="R", help=rate)
+    measured = "run directory whose times of saves and restarts are taken where no key gives them"
+    flag("--measured", type=Path, metavar="RUN_DIR", help=measured)
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.planning.comparison import check_fits, compare, plan_text
+        from cdrmix.planning.failures import expectation, failure_facts, measured_times
 
+        if arguments.failure_rate is not None:
+            arguments.overrides.append(f"failures.per_device_hour={arguments.failure_rate}")
+        measured = arguments.measured and measured_times(arguments.measured)
         compared = compare(*_planned(arguments))
+        told = None
+        if compared.fits:
+            told = expectation(compared.config, compared.cluster, compared.plan, measured)
         if arguments.json:
-            print(json.dumps(compared.to_json()), flush=True)
+            values = compared.to_json() | {"goodput": told and told.to_json()}
+            print(json.dumps(values), flush=True)
         else:
-            page = plan_text(compared, explain=arguments.explain, stream=sys.stdout)
-            print(page, flush=True)
+            facts = failure_facts(told, explain=arguments.explain) if told else ()
+            print(
+                plan_text(compared, explain=arguments.explain, facts=facts, stream=sys.stdout),
+                flush=True,
+            )
         check_fits(compared)  # the page first, which says why, and then exit code 2
 
     parser.set_defaults(run=run)

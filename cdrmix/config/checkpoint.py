@@ -3,9 +3,12 @@ memory, local disk and archive."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from cdrmix.config.plugin import PluginConfig
+from cdrmix.config.resources import Auto
 from cdrmix.config.section import Section
 
 
@@ -61,8 +64,16 @@ class TiersConfig(Section):
 class CheckpointConfig(Section):
     """Times and number of checkpoints. The end of a run always writes one."""
 
-    every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
-    every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
+    every_steps: Annotated[int, Field(ge=1)] | Auto | None = 1_000
+    """Optimizer steps between saves. auto: within auto_range, as every_minutes."""
+    every_minutes: Annotated[float, Field(gt=0)] | Auto | None = None
+    """Minutes between saves. auto: within auto_range, as the measured times of saves and steps ask
+    for: that which costs least at failures.per_device_hour, or else the shortest in which saves
+    take at most 1 % of the time."""
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    auto_range: tuple[float, ...] | None = Field(None, strict=False)
+    """Shortest and longest interval between saves, of which a run chooses, with every_steps or
+    every_minutes = auto: whole steps, or minutes."""
     # A run without a checkpoint could not be started again.
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
@@ -81,6 +92,37 @@ class CheckpointConfig(Section):
     disk besides shared storage. --resume auto takes the newest good one of both."""
     tiers: TiersConfig | None = None
     """Further places of checkpoints; null: the run directory and its replica alone."""
+
+    @model_validator(mode="after")
+    def _auto_has_a_range(self) -> CheckpointConfig:
+        ways = {"every_steps": self.every_steps, "every_minutes": self.every_minutes}
+        chosen = [name for name, value in ways.items() if value == "auto"]
+        if not chosen:
+            if self.auto_range is not None:
+                raise ValueError(
+                    "auto_range bounds what a run chooses: give every_minutes = auto and "
+                    "every_steps = null, or every_steps = auto, or leave auto_range out"
+                )
+            return self
+        (name, *more), bounds = chosen, self.auto_range
+        other = next(each for each in ways if each != name)
+        if more or ways[other] is not None:
+            raise ValueError(
+                f"{name} = auto and {other} = {ways[other]}: saves of the one would come between "
+                f"those of the other. Give {other} = null"
+            )
+        is_range = bounds is not None and len(bounds) == 2 and 0 < bounds[0] <= bounds[1]
+        if bounds is None or not is_range:
+            example = "[100, 2000]" if name == "every_steps" else "[5, 60]"
+            raise ValueError(
+                f"{name} = auto chooses within auto_range, the shortest and the longest interval, "
+                f"such as {example}, above 0: given {'null' if bounds is None else [*bounds]}"
+            )
+        if name == "every_steps" and any(bound % 1 for bound in bounds):
+            raise ValueError(
+                f"auto_range = {[*bounds]}: every_steps = auto takes whole steps, from 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_rule(self) -> CheckpointConfig:

@@ -127,6 +127,7 @@ _RULES = {
     "evaluation": _FREE,
     "monitoring": _FREE,
     "supervision": _FREE,
+    "failures": _FREE,
     "health": _ALTERS,
     "health.loss_spike.rate_factor": _LATER_SPIKES,
     "health.loss_spike.max_lowerings": _LATER_SPIKES,

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from cdrmix.config.checkpoint import CheckpointConfig
 from cdrmix.config.cpt import CptConfig
 from cdrmix.config.evaluation import EvaluationConfig
+from cdrmix.config.failures import FailuresConfig
 from cdrmix.config.launch import LaunchConfig, SupervisionConfig
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.objectives import (
@@ -398,6 +399,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    failures: FailuresConfig = FailuresConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
     hooks: HookConfigs = ()

@@ -20,6 +20,8 @@ from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.cluster.messages import want_no_more_starts
 from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.engines.cadence import SaveTimes
+from cdrmix.engines.reading import record_change
 from cdrmix.engines.recovery import hold, react, save_on_hosts, save_run, settle
 from cdrmix.engines.run import Batch, JsonObject, Result, Run
 from cdrmix.engines.stage_a_optimizer import join, make_optimizer
@@ -244,12 +246,9 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     stage = run.stage
     last = run.step == stage.num_steps
     position = stage.loader.state_dict()
-    intervals = (
-        config.evaluation.every_steps,
-        config.monitoring.log_every_steps,
-        config.checkpoint.every_steps,
-    )
-    evaluates, logs, saves = (each is not None and run.step % each == 0 for each in intervals)
+    intervals = (config.evaluation.every_steps, config.monitoring.log_every_steps)
+    evaluates, logs = (each is not None and run.step % each == 0 for each in intervals)
+    saves = run.cadence.is_due(run.step)
     evaluates = evaluates and not last  # the end has its own
     compares = stage.is_compared(run)
     logs = logs or evaluates or compares or last
@@ -301,17 +300,20 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     seconds = sum(of_step for of_step, _ in window)
     waited = sum(of_step for _, of_step in window)
     peak = run.memory.take()
+    step_seconds = seconds / len(window)
     # The slowest and the fullest rank count: the others wait for the one, and the run ends with
     # the other.
     usage = (peak, peak / (runtime.device_memory_gib() * 2**30), waited, waited / seconds)
-    of_ranks = runtime.all_gather_object((*usage, *run.hooks.take_seconds()))
-    peak, peak_share, waited, waited_share, *of_hooks = map(max, zip(*of_ranks, strict=True))
+    times = (step_seconds, *run.cadence.take(run.saver))
+    of_ranks = runtime.all_gather_object((*usage, *times, *run.hooks.take_seconds()))
+    largest = [*map(max, zip(*of_ranks, strict=True))]
+    peak, peak_share, waited, waited_share, slowest_step, stall, write, *of_hooks = largest
+    _adapt_saves(run, SaveTimes(stall, write), step_seconds=slowest_step)
     verdicts = []
     if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
         verdicts.append(run.health.wait_known(run.step, seconds=waited, share=waited_share))
         metrics["tokens_per_second"] = len(window) * run.config.training.tokens_per_step / seconds
     verdicts.append(run.health.memory_known(run.step, peak_share))
-    step_seconds = seconds / len(window)
     metrics |= {
         "step_seconds": step_seconds,
         "memory_peak_bytes": peak,
@@ -320,6 +322,14 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     }
     _write(run, run.hooks.log(run.step, record(step=run.step, **metrics)))
     return verdicts
+
+
+def _adapt_saves(run: Run, longest: SaveTimes, *, step_seconds: float) -> None:
+    """Have the times of saves follow what they take, alike on all ranks, and tell of it."""
+    change = run.cadence.adapt(longest, step_seconds=step_seconds)
+    if change is not None and runtime.rank() == 0:
+        logger.info("saves: behind step %d: %s", run.step, change)
+        record_change(run.directory.path, {"saves": run.cadence.setting}, run.step, change)
 
 
 def _write(run: Run, line: dict[str, float]) -> None:
@@ -355,7 +365,7 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     wishes = run.hooks.take_wishes()
     stop = stop or wishes.reason_to_stop is not None
     save = save or wishes.wants_save
-    minutes = run.config.checkpoint.every_minutes
+    minutes = run.cadence.minutes
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
     num_weights = run.stage.num_weights

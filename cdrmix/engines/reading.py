@@ -150,11 +150,17 @@ class Reading:
             return
         limits = self._loader.limits
         present = {"prefetch_batches": limits.batches, "reader_threads": limits.threads}
-        with contextlib.suppress(StateError):  # the run goes on without a line of this record
-            kept = read_resources(folder)
-            changes = [*kept.get("changes", []), {"step": step, "change": change}]
-            record = kept | {"reading": present, "changes": changes[-_MOST_KEPT:]}
-            write_json_atomic(folder / RESOURCES, record)
+        record_change(folder, {"reading": present}, step, change)
+
+
+def record_change(folder: Path, present: dict[str, Any], step: int, change: str) -> None:
+    """Adds a change to the record of a run's resources, with the `present` values of its part;
+    rank 0, on the thread that trains. A failed write costs a line of the record, not the run."""
+    with contextlib.suppress(StateError):
+        kept = read_resources(folder)
+        changes = [*kept.get("changes", []), {"step": step, "change": change}]
+        record = kept | present | {"changes": changes[-_MOST_KEPT:]}
+        write_json_atomic(folder / RESOURCES, record)
 
 
 def read_resources(folder: Path) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def save_run(run: Run, position: JsonObject) -> None:
             after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
         )
     run.wall_time.save()
+    run.cadence.saved(run.step)
     run.saved_time = time.monotonic()
     if not run.plan.saves_in_background:
         settle(run)
@@ -64,6 +65,7 @@ def save_on_hosts(run: Run, position: JsonObject) -> None:
             rank_state={"random": runtime.random_state()},
             before=partial(_before_name, run),
         )
+    run.cadence.saved_on_hosts()
     if not run.plan.saves_in_background:
         settle(run)
 
@@ -87,6 +89,7 @@ def _state(run: Run, position: JsonObject) -> JsonObject:
         "stage": run.stage.name,
         **({"base": run.base} if run.base else {}),
         **run.stage.saved(run),
+        **run.cadence.state_dict(),
         **run.hooks.state_dict(),
     }
 
@@ -141,6 +144,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         if saved_random is not None:
             runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
+    run.cadence.load_state_dict(state, step=checkpoint.step)
     # Rank 0 writes the record: a checkpoint saved again, after a rollback or elsewhere, keeps it.
     score = score_of(checkpoint.path) if runtime.rank() == 0 else None
     run.evaluated = None if score is None else (checkpoint.step, score)

@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import LOSS, Score
@@ -20,6 +21,7 @@ from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.schema import Config
+from cdrmix.engines.cadence import Cadence
 from cdrmix.engines.run_directory import METRICS, RunDirectory
 from cdrmix.engines.supervision import Requests
 from cdrmix.engines.tiers_of_run import make_saver
@@ -234,6 +236,7 @@ class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     engine: Any  # DeepSpeed engine around the model
     stage: Stage[Batch, Result]
     saver: TieredSaver  # writes the checkpoints
+    cadence: Cadence  # decides when
     observer: Observer = field(default_factory=Observer)
     memory: PeakMemory = field(default_factory=PeakMemory)  # of this rank
     step: int = 0  # optimizer steps completed
@@ -292,6 +295,13 @@ def make_run(
 ) -> Run[Batch, Result]:
     """Returns the run of a start, its stage at `first_step`, whose checkpoint is never dropped."""
     saver = make_saver(start, pinned=first_step or None)  # Stage A is built on none
+    cadence = Cadence(start.config, world_size=runtime.world_size(), step=first_step)
     return Run(
-        **vars(start), topology=topology, engine=engine, stage=stage, saver=saver, step=first_step
+        **vars(start),
+        topology=topology,
+        engine=engine,
+        stage=stage,
+        saver=saver,
+        cadence=cadence,
+        step=first_step,
     )

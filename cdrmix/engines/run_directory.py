@@ -296,7 +296,9 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
         steps = [int(line["step"]) for line in lines] or [0]
         step = max(steps)
         every = config.checkpoint.every_steps
-        if every is None or step - min(steps) < 2 * every:
+        if every == "auto" and config.checkpoint.auto_range is not None:
+            every = int(config.checkpoint.auto_range[1])
+        if not isinstance(every, int) or step - min(steps) < 2 * every:
             return
     raise StateError(
         f"{directory.folders[0]}: holds no checkpoint, though this run has come to step {step} "

@@ -53,7 +53,12 @@ def make_saver(start: Start, *, pinned: int | None) -> TieredSaver:
         settings = config.tiers.archive
         return Uploads(archive, every_steps=settings.every_steps, keep=settings.keep)
 
-    return TieredSaver(
+    def saved(step: int, path: Path) -> None:
+        if saver.last is not None:  # on rank 0
+            start.wall_time.saved(num_bytes=saver.last.bytes, seconds=saver.last.seconds)
+        start.hooks.saved(step, path)
+
+    saver = TieredSaver(
         start.directory.folders,
         hosts=hosts,
         uploads=runtime.together(lambda: uploads() if is_first else None),
@@ -62,8 +67,9 @@ def make_saver(start: Start, *, pinned: int | None) -> TieredSaver:
         retention=runtime.together(lambda: configured_retention(config)),
         background=background,
         pinned=pinned,
-        saved=start.hooks.saved,
+        saved=saved,
     )
+    return saver
 
 
 def _kept(start: Start, tiers: Sequence[HostTier]) -> list[HostTier]:

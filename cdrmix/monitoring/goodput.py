@@ -39,6 +39,8 @@ class WallTime:
         self._redone_steps = 0
         self._earlier_seconds = 0.0
         self._since = time.monotonic()
+        # Whole checkpoints of the run directory, their seconds from begin to name, and bytes.
+        self._saves: dict[str, float] = {"count": 0, "seconds": 0.0, "bytes": 0}
 
     def open(
         self,
@@ -97,6 +99,9 @@ class WallTime:
         self._productive_steps = earlier["productive_steps"]
         self._redone_steps = earlier["redone_steps"]
         self._step = earlier["step"]
+        # Saves of this start before the account was opened count too.
+        for name, amount in earlier.get("saves", {}).items():  # none in earlier versions
+            self._saves[name] += amount
         gap = max(0.0, commanded - earlier["until"])
         # Clocks of two hosts may differ: no part is negative or longer than the gap.
         alive_seconds = min(gap, max(0.0, alive - earlier["until"]))
@@ -143,6 +148,11 @@ class WallTime:
         finally:
             self._parts[part] += time.monotonic() - began
 
+    def saved(self, *, num_bytes: int, seconds: float) -> None:
+        """Counts a checkpoint of the run directory that is whole, `seconds` after it was begun."""
+        for name, amount in (("count", 1), ("seconds", seconds), ("bytes", num_bytes)):
+            self._saves[name] += amount
+
     def save(self) -> None:
         """Writes wall_time.json, on the rank that opened it: after a checkpoint and at the end."""
         if self.path is None:
@@ -155,6 +165,7 @@ class WallTime:
             "redone_steps": self._redone_steps,
             "seconds": self._seconds,
             "parts": self._parts,
+            "saves": self._saves,
         }
         # Renamed when whole: a start may be killed at any moment, also while it writes. The file is
         # no state: it is not forced to the disk, and a full disk does not end the run.

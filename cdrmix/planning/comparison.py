@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
@@ -197,8 +197,15 @@ _ASSUMPTIONS = (
 )
 
 
-def plan_text(compared: Comparison, *, explain: bool = False, stream: TextIO | None = None) -> str:
-    """Formats a comparison as a page; `explain` adds buffers, traffic and assumptions.
+def plan_text(
+    compared: Comparison,
+    *,
+    explain: bool = False,
+    facts: Iterable[tuple[str, str]] = (),
+    stream: TextIO | None = None,
+) -> str:
+    """Formats a comparison as a page; `explain` adds buffers, traffic and assumptions, and `facts`
+    are further labels and texts behind times and speed.
 
     The page has width and colours of the terminal that `stream` is; else no line is wrapped.
     """
@@ -215,7 +222,7 @@ def plan_text(compared: Comparison, *, explain: bool = False, stream: TextIO | N
     for line in _memory_lines(compared, explain=explain):
         page.add(line)
     page.add()
-    for label, text in _facts(compared, explain=explain):
+    for label, text in (*_facts(compared, explain=explain), *facts):
         page.add(f"  {label:11} {text}", hang=14)
     sections = [("why", plan.reasons), ("what would have to change", compared.changes)]
     if compared.fits:  # else they say the same as the reasons

@@ -46,6 +46,7 @@ NEEDS = {
     "optimizer.options": ["optimizer.kind=my_optimizers:Lion"],
     "model.mixer_options": ["model.mixers=[my_blocks:RunningMean*4]", "stage_b=null"],
     **{path: ["profile={steps: [1, 2]}"] for path in ENTRIES if path.startswith("profile.")},
+    "checkpoint.auto_range": ["checkpoint.every_steps=null", "checkpoint.every_minutes=auto"],
     "stage_b.run": ["training.stage=b"],
     "checkpoint.retention.options": ["checkpoint.retention.use=my_rules:Weekly"],
     **{path: ["training.stage=a"] for path in ENTRIES if path.startswith("model.mtp")},
