@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Recomputation
 from cdrmix.models import expert_rows
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy
@@ -59,9 +60,9 @@ def model_with_experts(*, drop_tokens: bool) -> ModelConfig:
     )
 
 
-def waits_of_micro_step(*, drop_tokens: bool, is_packed: bool, recomputes: bool) -> Waits:
+def waits_of_micro_step(*, drop_tokens: bool, is_packed: bool, recompute: Recomputation) -> Waits:
     config = model_with_experts(drop_tokens=drop_tokens)
-    model = Backbone(config, activation_checkpointing=recomputes)
+    model = Backbone(config, activation_checkpointing=recompute)
     model.initialize(seed=0)
     ids = torch.randint(0, 256, (2, 33))
     segments = None
@@ -77,8 +78,8 @@ def waits_of_micro_step(*, drop_tokens: bool, is_packed: bool, recomputes: bool)
 @pytest.mark.parametrize("drop_tokens", [False, True])
 def test_nothing_in_a_micro_step_waits_for_the_device(drop_tokens: bool) -> None:
     for is_packed in (False, True):
-        for recomputes in (False, True):
-            case = {"is_packed": is_packed, "recomputes": recomputes}
+        for recompute in ("none", "selective", "block"):
+            case = {"is_packed": is_packed, "recompute": recompute}
             waits = waits_of_micro_step(drop_tokens=drop_tokens, **case)
             assert not waits.found, (case, dict(waits.found))
 
@@ -92,7 +93,7 @@ def test_a_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return order
 
     monkeypatch.setattr("cdrmix.models.moe.sort_by_expert", looking)
-    waits = waits_of_micro_step(drop_tokens=False, is_packed=False, recomputes=True)
+    waits = waits_of_micro_step(drop_tokens=False, is_packed=False, recompute="block")
     # forward and once more in the backward pass, in each of four blocks
     assert sum(waits.found.values()) == 8
 
