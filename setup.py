@@ -42,7 +42,7 @@ setup(
         "cdrmix.evaluation.code_tasks": ["tasks/*.yaml"],
         "cdrmix.evaluation.suites": ["tasks/*"],
         "cdrmix.live": ["templates/*"],
-        "cdrmix.models": ["*.cpp"],
+        "cdrmix.models": ["*.cpp", "*.h"],
         "cdrmix.monitoring": ["templates/*"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],
         "cdrmix.ds_configs": ["*.json"],

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tools" / "mutations.toml"
 _MUTATED = ("cdrmix", "launch", "tools")
-_SUFFIXES = (".py", ".cpp", ".sbatch", ".yaml", ".json")
+_SUFFIXES = (".py", ".cpp", ".h", ".sbatch", ".yaml", ".json")
 # Far above what the tests of a fault take on a busy machine; a fault may make them hang.
 _TIMEOUT_SECONDS = 300.0
 _LOG = "mutate.log"

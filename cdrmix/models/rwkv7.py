@@ -55,7 +55,7 @@ class TokenShift(nn.Module):
 
     def forward(
         self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None, mu: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Mixes as `shift_mix`; `last` is None at the start of a sequence."""
         if last is None:
             last, segment_ids = self.begin(x[:, -1], segment_ids)
@@ -158,7 +158,7 @@ class TimeMix(Mixer):
             raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")
         mu = torch.stack([getattr(self, f"mu_{mix}") for mix in _MIXES])
         mixed = self.shift(x, state.last if state else None, segment_ids, mu)
-        x_r, x_w, x_k, x_v, x_a, x_g = mixed.unbind(0)
+        x_r, x_w, x_k, x_v, x_a, x_g = mixed
 
         r = self._heads(self.receptance(x_r))
         v = self.value(x_v)  # [B, T, D]

@@ -1,7 +1,8 @@
 """Pointwise maths of RWKV-7: all between the matrix products and the recurrence.
 
 Each function reads and writes tensors of [B, T, D] and holds next to no arithmetic, so that its
-time is that of memory: this is where fused kernels of a device belong.
+time is that of memory: this is where fused kernels of a device belong. On CPUs float32 takes those
+of rwkv7_cpu.py; what is written here computes anything, anywhere.
 """
 
 # B batch, T time, D hidden, M mixes, H heads, K key dim per head (that of values is the same)
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdrmix.models import rwkv7_cpu
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 
 
@@ -66,7 +68,9 @@ class _TokenShiftMix(torch.autograd.Function):
 token_shift_mix: Callable[[Tensor, Tensor, Tensor], Tensor] = _TokenShiftMix.apply
 
 
-def shift_mix(x: Tensor, last: Tensor | None, segment_ids: Tensor | None, mu: Tensor) -> Tensor:
+def shift_mix(
+    x: Tensor, last: Tensor | None, segment_ids: Tensor | None, mu: Tensor
+) -> tuple[Tensor, ...]:
     """Mixes each position with its predecessor, by each row of mu; see the two functions above.
 
     Args:
@@ -75,13 +79,17 @@ def shift_mix(x: Tensor, last: Tensor | None, segment_ids: Tensor | None, mu: Te
         segment_ids: document of each token, [B, T]; the first of a document meets zero.
         mu: share of the predecessor, [M, D].
     Returns:
-        [M, B, T, D].
+        M tensors of [B, T, D].
     """
-    return token_shift_mix(x, shift_tokens(x, last, segment_ids), mu)
+    if rwkv7_cpu.can_run(x, last, mu):
+        return rwkv7_cpu.shift_mix(x, last, segment_ids, mu)
+    return token_shift_mix(x, shift_tokens(x, last, segment_ids), mu).unbind(0)
 
 
 def blend_values(v: Tensor, v_first: Tensor, amount: Tensor, bias: Tensor) -> Tensor:
     """Goes from v to v_first by sigmoid(bias + amount): all [B, T, D], but for the bias, [D]."""
+    if rwkv7_cpu.can_run(v, v_first, amount, bias):
+        return rwkv7_cpu.blend_values(v, v_first, amount, bias)
     return torch.lerp(v, v_first, torch.sigmoid(bias + amount))
 
 
@@ -105,6 +113,9 @@ def recurrence_inputs(
         log decay in float32 in (-exp(-0.5), 0), as `wkv7` requires; key, -kk and kk * iclr in k's
         type, where kk is the normalised key.
     """
+    vectors = {"decay_bias": decay_bias, "iclr_bias": iclr_bias, "k_k": k_k, "k_a": k_a}
+    if rwkv7_cpu.can_run(k, decay, iclr, *vectors.values()):
+        return rwkv7_cpu.recurrence_inputs(k, decay, iclr, **vectors)
     lw = torch.sigmoid((decay_bias + decay).float()) * -DECAY_BOUND
     rate = torch.sigmoid(iclr_bias + iclr)
     # in float32: the eps is zero in fp16, and a key of zeros would become not a number
@@ -133,6 +144,9 @@ def gated_output(
     Returns:
         [B, T, H, K].
     """
+    vectors = {"r_k": r_k, "weight": weight, "bias": bias}
+    if rwkv7_cpu.can_run(y, r, k, v, gate, *vectors.values()):
+        return rwkv7_cpu.gated_output(y, r, k, v, gate, **vectors, eps=eps)
     heads = y.shape[2]
     flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
     normed = F.group_norm(flat, heads, weight.flatten(), bias.flatten(), eps)

@@ -256,8 +256,9 @@ class SavedActivations:
         kind = self.types[layer]
         mixer = kind.saved(self.setting, layer, form)
         feed_forward = saved_by_feed_forward(self.setting, layer)
-        if kind.shifts_channels:  # input of the feed-forward and its shift
-            feed_forward = PerToken(2 * self._stream) + feed_forward
+        if kind.shifts_channels:  # what is shifted, and its shift
+            tensors = 1 if self.setting.fuses_pointwise else 2
+            feed_forward = PerToken(tensors * self._stream) + feed_forward
         return self._norm + mixer, self._norm + feed_forward
 
 

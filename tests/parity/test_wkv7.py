@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.errors import ConfigError
-from cdrmix.models import wkv7_cpu
+from cdrmix.models import cpu_library, wkv7_cpu
 from cdrmix.models.wkv7 import BACKENDS, wkv7
 from cdrmix.models.wkv7_chunked import wkv7_chunked
 from cdrmix.models.wkv7_reference import DECAY_BOUND
@@ -429,10 +429,10 @@ def fresh_load(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     caplog.set_level(logging.INFO, logger="cdrmix")
-    for function in (wkv7_cpu.load_kernel, wkv7_cpu._private_folder):
+    for function in (wkv7_cpu.load_kernel, cpu_library.private_folder):
         function.cache_clear()
     yield caplog
-    for function in (wkv7_cpu.load_kernel, wkv7_cpu._private_folder):
+    for function in (wkv7_cpu.load_kernel, cpu_library.private_folder):
         function.cache_clear()
 
 
@@ -488,7 +488,7 @@ def test_a_kernel_cut_short_is_built_again(
 ) -> None:
     compiler = shutil.which("c++")
     assert compiler
-    path = wkv7_cpu._library_path(compiler)
+    path = cpu_library.library_path(compiler, wkv7_cpu._SOURCE)
     path.write_bytes(b"\x7fELF")
     assert not isinstance(wkv7_cpu.load_kernel(), str)
     assert path.stat().st_size > 1000

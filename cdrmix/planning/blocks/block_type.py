@@ -60,6 +60,11 @@ class Setting:
     # True of tokens that are some of their sample, each row others; `sequence_length` counts them
     is_gathered: bool = False
 
+    @property
+    def fuses_pointwise(self) -> bool:
+        """True where RWKV-7's pointwise maths runs in models/rwkv7_cpu.cpp, saving its inputs."""
+        return self.wkv == "cpp" and self.element_bytes == FLOAT32_BYTES
+
 
 class BlockType(ABC):
     """Planning half of a block type.

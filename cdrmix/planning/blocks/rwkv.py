@@ -78,12 +78,15 @@ class RWKVBlock(BlockType):
         ranks = model.low_rank_sizes()
         makes_v_first = not is_v_first_made(model, layer)
         hidden_ranks = ranks.decay + ranks.iclr + ranks.gate + (0 if makes_v_first else ranks.value)
-        # x, its shift, and the six mixes that the projections read
-        whole = size * (8 * width + hidden_ranks)
+        # x, and the six mixes that the projections read
+        whole = size * (7 * width + hidden_ranks)
+        # v before the mix, and its share of v_first
+        per_head = 0 if makes_v_first else size * 2 * width
+        if setting.fuses_pointwise:  # k, decay, iclr; y, gate, output
+            return PerToken(whole, per_head + size * 6 * width + _saved_by_op(setting, form))
+        whole += size * width  # the shift of x
         # k, kk, k * k_a, iclr - 1, iclr; y, r * k, y + bonus, gate, their product
-        per_head = size * 10 * width
-        if not makes_v_first:
-            per_head += size * 2 * width  # v before the mix, and its share of v_first
+        per_head += size * 10 * width
         per_head += 4 * 2 * width  # sigmoid of the decay and k * k_k, float32
         per_head += 4 * 2 * heads + size * 3 * heads  # two norms of k; mean, deviation of y, bonus
         return PerToken(whole, per_head + _saved_by_op(setting, form))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.models import wkv7_cpu
+from cdrmix.models import cpu_library
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_folder_of_kernels_is_made_for_its_owner_alone(folder: Path) -> None:
-    assert wkv7_cpu._private_folder.__wrapped__() == folder
+    assert cpu_library.private_folder.__wrapped__() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -33,6 +33,6 @@ def test_a_kernel_that_others_could_have_planted_is_left_aside(
         (folder / "wkv7-0.so").touch(mode=0o600)
         which = folder if planted == "folder" else folder / "wkv7-0.so"
         which.chmod(0o775)
-    private = wkv7_cpu._private_folder.__wrapped__()
+    private = cpu_library.private_folder.__wrapped__()
     assert private != folder
     assert (private.stat().st_mode & 0o777, list(private.iterdir())) == (0o700, [])
