@@ -326,8 +326,8 @@ def failure_facts(told: Expectation, *, explain: bool) -> Iterator[tuple[str, st
     """Labels and texts of the lines of `cdrmix plan`."""
     times = told.times
     between = time_text(1 / times.failures_per_second)
-    per_hour = 3_600 * times.failures_per_second / told.devices
-    rate = f"{per_hour:.2g} an hour of a device ({told.sources['rate']})"
+    of_device = time_text(told.devices / times.failures_per_second)
+    rate = f"a device fails once in {of_device} ({told.sources['rate']})"
     if told.num_failures < _HARDLY_ANY:
         yield "failures", f"hardly any: one in {between}, {rate}"
         return
@@ -361,6 +361,8 @@ def _losses(shares: Goodput) -> str:
 def _percent(share: float) -> str:
     """Three digits, and more where a goodput is near to all of the time."""
     percent = 100 * share
+    if 0 < percent < 0.01:
+        return "under 0.01 %"
     if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.1f} %" if percent < 99.9 else f"{percent:.3f} %"
