@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.plugin import is_plugin
 from cdrmix.errors import ConfigError
+from cdrmix.models.block_cpu import RMSNorm
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import MoEFeedForward, widened
@@ -65,9 +66,9 @@ def make_mixer(config: ModelConfig, layer: int) -> Mixer:
     return mixer
 
 
-def rms_norm(config: ModelConfig) -> nn.RMSNorm:
+def rms_norm(config: ModelConfig) -> RMSNorm:
     """Makes a norm, [..., D] -> [..., D] of the same type, in float32 inside."""
-    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+    return RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
 class Block(nn.Module):

@@ -19,6 +19,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
 from cdrmix.log import get_logger
 from cdrmix.runtime import cache_dir
 
@@ -57,6 +60,21 @@ def load_library(source: Path, *, name: str, cost: str) -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("The %s cannot be built or loaded: %s. %s", name, error, cost)
         return str(error)
+
+
+def can_take(*tensors: Tensor | None) -> bool:
+    """Returns True where kernels of ours compute with these: float32, and on the CPU.
+
+    Not while torch.compile traces, which fuses the eager forms itself, nor under transforms of
+    torch.func and in subclasses of tensors, which see PyTorch's operations alone.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+        for x in tensors
+        if x is not None
+    )
 
 
 def library_path(compiler: str, source: Path) -> Path:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cdrmix.models.cpu_library import load_library
+from cdrmix.models.cpu_library import can_take, load_library
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -53,19 +53,8 @@ def load_kernels() -> ctypes.CDLL | str:
 
 
 def can_run(*tensors: Tensor | None) -> bool:
-    """Returns True where the kernels compute with these: float32 on the CPU, and they are here.
-
-    Not while torch.compile traces, which fuses the eager forms itself, nor under transforms of
-    torch.func and in subclasses of tensors, which see PyTorch's operations alone.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    is_plain = all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-        for x in tensors
-        if x is not None
-    )
-    return is_plain and not isinstance(load_kernels(), str)
+    """Returns True where the kernels compute with these, as `cpu_library.can_take` says."""
+    return can_take(*tensors) and not isinstance(load_kernels(), str)
 
 
 def _kernel(name: str) -> Any:

@@ -60,10 +60,13 @@ class SavedActivations:
         self._has_v_first = any(kind.passes_v_first for kind in self.types)
         self._like = _first_alike(config.model)
         self._stream = self.element_bytes * self.model.hidden_size  # of one token
-        # RMSNorm saves its input and one float32 a row; on CPU torch composes it of operations that
-        # save input and normalised input, both in float32
-        kept = 2 * 4 * self.model.hidden_size if device == "cpu" else self._stream
-        self._norm = PerToken(kept + 4)
+        # RMSNorm saves its input and one float32 a row, that of models/block_cpu.cpp its input; on
+        # CPU torch composes it of operations that save input and normalised input, both in float32
+        self._norm = PerToken(self._stream + 4)
+        if self.setting.fuses_pointwise:
+            self._norm = PerToken(self._stream)
+        elif device == "cpu":
+            self._norm = PerToken(2 * 4 * self.model.hidden_size + 4)
         # The norm of a recomputed block reads its input, which is counted already, unless torch's
         # CPU norm saves a float32 copy of it.
         copies_input = device == "cpu" and self.element_bytes < 4

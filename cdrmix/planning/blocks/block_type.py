@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def fuses_pointwise(self) -> bool:
-        """True where RWKV-7's pointwise maths runs in models/rwkv7_cpu.cpp, saving its inputs."""
+        """True where kernels of models/rwkv7_cpu.cpp and block_cpu.cpp run, saving their inputs."""
         return self.wkv == "cpp" and self.element_bytes == FLOAT32_BYTES
 
 
