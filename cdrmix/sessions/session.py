@@ -145,8 +145,23 @@ def _announce(start: Start) -> None:
         logger.info("plan: %s", reason)
     for warning in start.plan.warnings:
         logger.warning("warning: %s", warning)
+    if start.config.training.precision == "bf16" and runtime.use_cpu():
+        _compare_bf16()
     go_on = command_to_go_on(start.command, start.directory.path)
     start.heartbeat.log_to(path, go_on=go_on)
+
+
+def _compare_bf16() -> None:
+    """Log how fast this CPU multiplies in bf16, which only a trial can tell."""
+    half = runtime.matmul_flops_per_second("bf16")
+    full = runtime.matmul_flops_per_second("fp32")
+    figures = f"{half / 1e9:.1f} GFLOP/s in bf16 and {full / 1e9:.0f} in fp32"
+    if half >= full:
+        logger.info("this CPU multiplies with %s: bf16 pays here", figures)
+    else:
+        logger.warning(
+            "warning: this CPU multiplies with %s: training.precision = fp32 is faster", figures
+        )
 
 
 def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:

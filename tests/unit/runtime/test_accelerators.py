@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from cdrmix import runtime
 from cdrmix.errors import ConfigError
 from cdrmix.runtime import hardware
+from cdrmix.sessions import session
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +98,18 @@ def test_another_choice_of_deepspeed_is_told() -> None:
     hardware.check_deepspeed_agrees(deepspeed("cpu"))
     with pytest.raises(ConfigError, match="DeepSpeed has chosen the accelerator cuda, and torch"):
         hardware.check_deepspeed_agrees(deepspeed("cuda"))
+
+
+def test_speed_of_bf16_on_this_cpu_is_measured_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert all(runtime.matmul_flops_per_second(precision) > 1e7 for precision in ("bf16", "fp32"))
+    monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    for half, level, words in ((1.2e9, "WARNING", "fp32 is faster"), (9e10, "INFO", "bf16 pays")):
+        speeds = {"bf16": half, "fp32": 8e10}
+        monkeypatch.setattr(runtime, "matmul_flops_per_second", speeds.__getitem__)
+        caplog.clear()
+        session._compare_bf16()
+        (line,) = caplog.records
+        assert (line.levelname, words in line.getMessage()) == (level, True)
