@@ -70,6 +70,10 @@ def _of_sequence_ranks() -> dict[str, Fault]:
     def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
         return angles(positions % (len(positions) // 2), *args)
 
+    def restart() -> None:
+        attention.rotary_angles = restart_positions
+        attention.shared_angles.cache_clear()
+
     return {
         "no halo": lambda: setattr(
             sequence._NextRank, "apply", staticmethod(lambda x, _: torch.zeros_like(x))
@@ -77,7 +81,7 @@ def _of_sequence_ranks() -> dict[str, Fault]:
         "halo without gradient": lambda: setattr(
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
-        "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "local positions": restart,
         "window leaks": lambda: setattr(mamba, "_is_same", lambda *_: None),
     }
 

@@ -239,7 +239,8 @@ class TrainingConfig(Section):
     seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
     deterministic: bool = True
     """Use deterministic kernels if they exist: on CPUs equal runs are then equal bit by bit; on
-    GPUs torch warns of each kernel without a deterministic form."""
+    GPUs torch warns of each kernel without a deterministic form. false also lets cuDNN's attention
+    come first."""
     activation_checkpointing: Recomputation = Field("none", json_schema_extra=_with_older_values)
     """What is computed again in the backward pass to save memory; by the plan when left out. none:
     nothing; selective: what is cheap, such as mixes, gates and norms, while results of matrix

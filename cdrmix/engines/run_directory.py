@@ -26,7 +26,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
-from cdrmix.planning.counts import count, trained_params
+from cdrmix.planning.counts import attended_tokens, count, trained_params
 from cdrmix.planning.muon import muon_matrices
 from cdrmix.planning.plan import Plan
 
@@ -345,7 +345,7 @@ def write_description(
     plan_path = path / "plan.json"
     if stage_b_steps is None:
         write_json_atomic(path / "ds_config.json", plan.deepspeed)
-        counts = count(config.model, config.training.sequence_length)
+        counts = count(config.model, attended_tokens(config))
         size: dict[str, Any] = {
             "total_params": counts.total_params,
             "active_params": counts.active_params,

@@ -18,6 +18,7 @@ from cdrmix.engines.combination import Batch, Combination, FurtherLabels
 from cdrmix.engines.routing import Routing, add_router_losses, of_step
 from cdrmix.engines.users_terms import UsersTerms
 from cdrmix.models.backbone import Output, Scorer
+from cdrmix.models.packing import remember
 from cdrmix.objectives.language_model import ALL_ALIKE, LabelWeights
 from cdrmix.optimizers.schedule import group_rate
 from cdrmix.parallel.pipeline import Pipeline
@@ -143,6 +144,8 @@ def train_step(
     micro_batches = [
         dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
+    for inputs, on_host in zip(micro_batches, batch.get("segment_ids", ()), strict=False):
+        remember(inputs["segment_ids"], on_host)
     scale = combination.nats_scale(topology.degrees.data * len(micro_batches))
     skipped = engine.skipped_steps
     run = _pass_through_stages if topology.degrees.pipeline > 1 else _accumulate

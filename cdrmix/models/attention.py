@@ -5,6 +5,7 @@ B batch, T time, D hidden, H query heads, G key/value heads, K head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import normal_
 from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.packed_attention import attend_documents, obstacle
 
 
 @dataclass
@@ -43,6 +45,25 @@ def rotary_angles(
     angles = positions.float().unsqueeze(-1) * frequencies  # [..., T, K/2]
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=8)  # layers ask for the same; a token behind a state asks for others
+def shared_angles(
+    start: int, stop: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [T, head_dim], at positions from `start` to `stop`, made once."""
+    with torch.inference_mode(False):  # for whoever asks next
+        positions = torch.arange(start, stop, device=device)
+        return rotary_angles(positions, head_dim, theta, dtype)
+
+
+def _angles(start: int, like: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Angles of tokens like [B, T, H, K] from position `start` on."""
+    *_, length, _, head_dim = like.shape
+    where = (start, start + length, head_dim, theta, like.dtype, like.device)
+    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
+        return shared_angles.__wrapped__(*where)  # a part of the graph
+    return shared_angles(*where)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -74,29 +95,44 @@ def attend(
     if state is not None and segment_ids is not None:
         raise ValueError("segment_ids cannot be combined with a carried attention state")
     past = state.keys.shape[2] if state else 0
-    positions = torch.arange(past, past + query.shape[1], device=query.device)
-    cos, sin = rotary_angles(positions, query.shape[-1], theta, query.dtype)
+    length = query.shape[1]
+    cos, sin = _angles(past, query, theta)
     query, keys = (_rotated(x.transpose(1, 2), cos, sin) for x in (query, keys))
     values = values.transpose(1, 2)
+    if segment_ids is not None:
+        return _apart(query, keys, values, segment_ids), AttentionState(keys, values)
     if state is not None:
         keys = torch.cat([state.keys, keys], dim=2)
         values = torch.cat([state.values, values], dim=2)
     mask = None  # the fast kernels need none: causal, or over all keys for a single query
-    if segment_ids is not None:
-        same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
-        mask = same.tril().unsqueeze(1)  # [B, 1, T, T]
-    elif len(positions) not in (1, keys.shape[2]):
-        all_positions = torch.arange(keys.shape[2], device=positions.device)
-        mask = all_positions.unsqueeze(0) <= positions.unsqueeze(1)  # [T, T_past + T]
+    if length not in (1, keys.shape[2]):
+        places = torch.arange(keys.shape[2], device=query.device)
+        mask = places.unsqueeze(0) <= places[past:].unsqueeze(1)  # [T, T_past + T]
     mixed = F.scaled_dot_product_attention(
         query,
         keys,
         values,
         attn_mask=mask,
-        is_causal=mask is None and len(positions) > 1,
+        is_causal=mask is None and length > 1,
         enable_gqa=keys.shape[1] != query.shape[1],
     )  # [B, H, T, K]
     return mixed.transpose(1, 2), AttentionState(keys, values)
+
+
+def _apart(query: Tensor, keys: Tensor, values: Tensor, segment_ids: Tensor) -> Tensor:
+    """Attends inside documents: [B, H, T, K] and twice [B, G, T, K] to [B, T, H, K]."""
+    if obstacle(query) is None:
+        rows = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+        return attend_documents(*rows, segment_ids)
+    same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
+    mixed = F.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=same.tril().unsqueeze(1),
+        enable_gqa=keys.shape[1] != query.shape[1],
+    )  # [B, H, T, K]
+    return mixed.transpose(1, 2)
 
 
 def attend_some(
@@ -117,10 +153,10 @@ def attend_some(
     cos, sin = (x.unsqueeze(1) for x in angles)  # for all heads of a row
     query, keys = (_rotated(x.transpose(1, 2), cos, sin) for x in (query, keys))
     after, places = _appended(state, keys, values.transpose(1, 2))
-    mask = None
     if segment_ids is not None:
-        mask = (segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)).tril()  # [B, T, T]
-    elif state is not None:
+        return _apart(query, after.keys, after.values, segment_ids), after
+    mask = None
+    if state is not None:
         mask = torch.arange(after.keys.shape[2], device=places.device) <= places.unsqueeze(-1)
     mixed = F.scaled_dot_product_attention(
         query,

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cdrmix.log import get_logger
+from cdrmix.models.packing import packing_of
 from cdrmix.models.wkv7_reference import DECAY_BOUND, wkv7_reference
 
 log = get_logger(__name__)
@@ -92,7 +92,7 @@ def _call(
     initial = None if s0 is None else s0.float().mT.contiguous()
     packing = None
     if segment_ids is not None:
-        packing = _packing(segment_ids)
+        packing = packing_of(segment_ids)
         tokens = [x.flatten(0, 1)[None] for x in tokens]
         if initial is not None:
             empty = initial.new_zeros(packing.ends_cpu.numel() - 1, *initial.shape[1:])
@@ -111,32 +111,6 @@ def _call(
     if packing is not None:
         s = s[packing.last]
     return y.to(v.dtype).view(v.shape), s.mT
-
-
-class _Packing(NamedTuple):
-    """Segments as sequences of one flat batch."""
-
-    ends: Tensor  # 0 and the end of each sequence, [N + 1], int64, on the device
-    ends_cpu: Tensor  # the same on the CPU, so that fla does not wait for the device
-    first: Tensor  # index of the first sequence of each row, [B]
-    last: Tensor  # index of the last sequence of each row, [B]
-
-
-_packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _packing(segment_ids: Tensor) -> _Packing:
-    """Packs [B,T] ids; one synchronisation serves all layers with the same tensor."""
-    version, packing = _packings.get(segment_ids, (None, None))
-    if packing is None or version != segment_ids._version:
-        starts = torch.ones_like(segment_ids, dtype=torch.bool)
-        starts[:, 1:] = segment_ids.diff(dim=1) != 0
-        sequence = starts.flatten().cumsum(0).view_as(segment_ids) - 1
-        begins = starts.flatten().nonzero()[:, 0]
-        ends = torch.cat([begins, begins.new_tensor([segment_ids.numel()])])
-        packing = _Packing(ends, ends.cpu(), sequence[:, 0], sequence[:, -1])
-        _packings[segment_ids] = (segment_ids._version, packing)
-    return packing
 
 
 @functools.cache

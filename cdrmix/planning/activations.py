@@ -127,6 +127,7 @@ class SavedActivations:
         else:
             # v_first counts with the block that creates it, or is received from the stage before
             total = in_flight * (self.of_blocks(layout, stage) + (v_first if stage else 0))
+            total += self._shared(stage, degrees)
         if stage == 0:
             token_ids = PerToken(8)
             total += in_flight * (self._norm + token_ids).on(degrees) * tokens
@@ -182,7 +183,8 @@ class SavedActivations:
             total -= (further - 1) * self._twice * tokens
         if not layout.recomputes_blocks:
             return total + further * of_block, 0.0
-        return total + further * self._stream * tokens, of_block - self._twice * tokens
+        of_block += kind.saved_once(setting) - self._twice * tokens
+        return total + further * self._stream * tokens, of_block
 
     def in_flight(self, layout: Layout, stage: int) -> int:
         """Micro-batches whose activations a stage holds at a time.
@@ -206,6 +208,15 @@ class SavedActivations:
             of_router = self._by_routing(layer, tokens, degrees)
             total += number * ((mixer + feed_forward).on(degrees) * taken + per_sample + of_router)
         return total
+
+    def _shared(self, stage: int, degrees: Degrees) -> int:
+        """Bytes that the layers of a stage share with others of their type."""
+        routed = self.model.routed_layers()
+        kinds = {self.types[n] for n in self.stages(degrees.pipeline)[stage] if n not in routed}
+        mtp = self.model.mtp
+        if stage == degrees.pipeline - 1 and mtp is not None and mtp.has_blocks:
+            kinds.add(block_types(self.model.further_blocks())[-1])
+        return sum(kind.saved_once(self.setting) for kind in kinds)
 
     def _by_routing(self, layer: int, tokens: int, degrees: Degrees) -> float:
         """Bytes that Mixture of Depths saves around a block of a micro-batch of `tokens`."""
@@ -236,7 +247,9 @@ class SavedActivations:
             kind = self.types[layer]
             form = self.sequence_form(layer, degrees)
             mixer, feed_forward = (half.on(degrees) for half in self._halves_of(layer, form))
-            per_sample = kind.saved_per_sample(setting_inside(self.setting, layer), layout, form)
+            inside_setting = setting_inside(self.setting, layer)
+            per_sample = kind.saved_per_sample(inside_setting, layout, form)
+            per_sample += kind.saved_once(inside_setting)
             inputs += number * stream * tokens
             if layer in self.model.routed_layers():
                 # tokens are gathered from the block's input, which is counted already

@@ -18,7 +18,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import ConfigError
-from cdrmix.planning.counts import Counts, StageBCounts, count, stage_b_params
+from cdrmix.planning.counts import Counts, StageBCounts, attended_tokens, count, stage_b_params
 
 Family = Literal["core", "reason"]
 SCALES = ("1b", "4b", "40b", "200b")
@@ -104,7 +104,7 @@ def size_for_active(family: Family, target_active: float) -> Size:
 
 def _size(config: Config) -> Size:
     stage_b = stage_b_params(config.model, config.stage_b) if config.stage_b else None
-    counts = count(config.model, config.training.sequence_length)
+    counts = count(config.model, attended_tokens(config))
     return Size(config.name, config.model, counts, stage_b)
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import (
+    attended_tokens,
     count,
     flops_above_layers,
     forward_flops_by_layer,
@@ -91,7 +92,7 @@ class CostModel:
         self.model = config.model
         self.training = config.training
         self.size = memory.element_bytes
-        length = self.training.sequence_length
+        length = attended_tokens(config)
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
         self.trained_params = trained_params(self.model)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
+from cdrmix.config.schema import Config
 from cdrmix.planning.adapters import trained_parameters
 from cdrmix.planning.blocks.block_type import block_types, layer_type
 from cdrmix.planning.blocks.feed_forward import feed_forward_parameters, linears
@@ -31,6 +32,19 @@ class Counts(NamedTuple):
     # without
     active_params: int
     train_flops_per_token: int  # forward and backward of one token without recomputation
+
+
+# Tokens of a document, on average over tokens, where documents of a sample are kept apart: assumed.
+# Web text has some hundreds to a thousand a document, and a token is more often in a long one. With
+# more, a step has more FLOPs than are counted: what is said of its utilisation is too little.
+DOCUMENT_TOKENS = 1_024
+
+
+def attended_tokens(config: Config) -> int:
+    """Tokens of a sequence as attention sees it: of a sample, or of a document where these are kept
+    apart, at most `DOCUMENT_TOKENS`."""
+    length = config.training.sequence_length
+    return min(length, DOCUMENT_TOKENS) if config.data.segment_documents else length
 
 
 def count(model: ModelConfig, sequence_length: int) -> Counts:

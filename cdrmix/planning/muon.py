@@ -12,7 +12,7 @@ from collections import Counter
 
 from cdrmix.config.optimizer import OptimizerConfig
 from cdrmix.config.schema import Config
-from cdrmix.planning.counts import count, parameters
+from cdrmix.planning.counts import attended_tokens, count, parameters
 from cdrmix.planning.layout import Degrees, Group
 from cdrmix.planning.parameter import Parameter, Part
 
@@ -104,7 +104,7 @@ def newton_schulz_flops_per_step(config: Config) -> int:
 def newton_schulz_ratio(config: Config) -> float:
     """Those FLOPs as a share of a step's training FLOPs."""
     training = config.training
-    per_token = count(config.model, training.sequence_length).train_flops_per_token
+    per_token = count(config.model, attended_tokens(config)).train_flops_per_token
     return newton_schulz_flops_per_step(config) / (per_token * training.tokens_per_step)
 
 

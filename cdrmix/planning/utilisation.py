@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import PRESETS
-from cdrmix.planning.counts import count, forward_flops_by_layer
+from cdrmix.planning.counts import attended_tokens, count, forward_flops_by_layer
 
 # Names that torch gives the devices of presets. Others of a series, such as the H100 for PCIe, are
 # slower, and a preset's peak would be wrong for them.
@@ -45,7 +45,7 @@ def utilisation(
     preset = next(presets, None)
     if preset is None:
         return None
-    length = config.training.sequence_length
+    length = attended_tokens(config)
     peak = PRESETS[preset].peak_flops[config.training.precision] * world_size
     of_model = count(config.model, length).train_flops_per_token
     again = sum(forward_flops_by_layer(config.model, length)) if recomputes else 0

@@ -20,7 +20,7 @@ from cdrmix.errors import StateError
 from cdrmix.hooks import Hook, RunView, StepFigures
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
-from cdrmix.planning.counts import count
+from cdrmix.planning.counts import attended_tokens, count
 from cdrmix.profiling import memory_snapshot, tables
 from cdrmix.runtime.phases import watched_by
 
@@ -173,7 +173,7 @@ class Profiler(Hook):
         counted = {"counted": float(tables.flops(profiled))}
         if self._run.stage == "b":
             return counted
-        training = self._run.config.training
-        per_token = count(self._run.config.model, training.sequence_length).train_flops_per_token
-        tokens = training.tokens_per_step * (last - self._first + 1)
+        config = self._run.config
+        per_token = count(config.model, attended_tokens(config)).train_flops_per_token
+        tokens = config.training.tokens_per_step * (last - self._first + 1)
         return {**counted, "planned": per_token * tokens / self._run.world_size}

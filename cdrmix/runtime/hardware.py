@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from cdrmix import __version__
 from cdrmix.errors import ConfigError
@@ -131,6 +132,19 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         # a debugging aid that costs 3 % of a step
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+    # no public function sets the order for good: torch.nn.attention.sdpa_kernel sets it for a block
+    order = attention_order(deterministic=torch.are_deterministic_algorithms_enabled())
+    torch._C._set_sdp_priority_order(order)
+
+
+def attention_order(*, deterministic: bool) -> list[int]:
+    """Kernels of attention in the order in which they are tried; torch takes the first that can.
+
+    cuDNN's is the fastest on Hopper, and its backward pass does not repeat bit for bit.
+    """
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order.insert(len(order) if deterministic else 0, SDPBackend.CUDNN_ATTENTION)
+    return [each.value for each in (*order, SDPBackend.OVERRIDEABLE)]
 
 
 def keep_freed_memory() -> None:

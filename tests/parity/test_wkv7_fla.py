@@ -98,16 +98,6 @@ def test_conventions_are_translated(
     assert_equal(results(call, inputs, segment_ids=ids), wanted)
 
 
-def test_packing_is_computed_once_per_tensor_and_anew_when_it_changes() -> None:
-    ids = torch.tensor([[0, 0, 1], [3, 4, 4]])
-    packing = wkv7_fla._packing(ids)
-    assert packing.ends.tolist() == [0, 2, 3, 4, 6]
-    assert (packing.first.tolist(), packing.last.tolist()) == ([0, 2], [1, 3])
-    assert wkv7_fla._packing(ids) is packing
-    ids[0, 1] = 1
-    assert wkv7_fla._packing(ids).ends.tolist() == [0, 1, 3, 4, 6]
-
-
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_kernels_that_are_right_are_used_in_chunks_of_64(
     use_kernel: Callable[[object], None], caplog: pytest.LogCaptureFixture, is_packed: bool

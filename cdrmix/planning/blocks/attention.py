@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.planning.blocks.block_type import BlockType, PerToken, SequenceForm, Setting
+from cdrmix.planning.blocks.block_type import (
+    FLOAT32_BYTES,
+    BlockType,
+    PerToken,
+    SequenceForm,
+    Setting,
+)
 from cdrmix.planning.layout import Layout
 from cdrmix.planning.parameter import Parameter
 
@@ -40,11 +46,14 @@ class AttentionBlock(BlockType):
         return PerToken(size * width, per_head)
 
     def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
-        """Cosine and sine of all positions, and the mask of documents."""
-        angles = 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
-        if setting.is_gathered:  # each row has positions of its own
-            angles *= layout.micro_batch_size
+        """The mask of documents, if there is one, and the angles of tokens gathered from rows, each
+        of which has positions of its own."""
+        angles = layout.micro_batch_size * _angle_bytes(setting) if setting.is_gathered else 0
         return angles + segment_mask_bytes(setting, layout)
+
+    def saved_once(self, setting: Setting) -> int:
+        """Cosine and sine of all positions."""
+        return 0 if setting.is_gathered else _angle_bytes(setting)
 
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Query, key, value there, mixed values back."""
@@ -52,11 +61,17 @@ class AttentionBlock(BlockType):
         return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
 
 
+def _angle_bytes(setting: Setting) -> int:
+    return 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
+
+
 def segment_mask_bytes(setting: Setting, layout: Layout) -> int:
     """Bytes of the mask that separates the documents of a sample in one attention layer.
 
-    Its shape is [B, 1, T, T] in the type of the activations, over all tokens of a sample on every
-    rank: neither tensor nor sequence ranks split it.
+    There is one in float32 on GPUs alone, elsewhere documents are attended one by one
+    (models/packed_attention.py). Its shape is [B, 1, T, T] in the type of the activations, over all
+    tokens of a sample on every rank: neither tensor nor sequence ranks split it.
     """
+    is_masked = setting.device == "cuda" and setting.element_bytes == FLOAT32_BYTES
     pairs = layout.micro_batch_size * setting.sequence_length**2
-    return setting.element_bytes * pairs if setting.segments_documents else 0
+    return setting.element_bytes * pairs if setting.segments_documents and is_masked else 0

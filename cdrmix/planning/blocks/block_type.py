@@ -109,6 +109,10 @@ class BlockType(ABC):
         """Bytes of a micro-batch saved by the mixer independently of its rank's tokens."""
         return 0.0
 
+    def saved_once(self, setting: Setting) -> int:
+        """Bytes saved by a mixer that all layers of the type, and all micro-batches, share."""
+        return 0
+
     def span_state(self, setting: Setting) -> PerToken:
         """Bytes of a sample saved at the border of two recomputed spans, if a state is carried."""
         assert not self.carries_state, "a type that carries a state tells its size"

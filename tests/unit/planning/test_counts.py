@@ -9,6 +9,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.counts import (
+    attended_tokens,
     compute_share,
     count,
     forward_flops_by_layer,
@@ -122,6 +123,18 @@ def test_fewer_key_value_heads_cost_smaller_projections_but_the_same_scores() ->
 def test_only_attention_depends_on_the_sequence_length() -> None:
     short, long = (forward_flops_by_layer(TINY, length) for length in (256, 512))
     assert [b - a for a, b in zip(short, long, strict=True)] == [0, 0, 0, 2 * 256 * 128]
+
+
+def test_documents_apart_are_counted_as_shorter_than_their_sample() -> None:
+    tiny = load_config(
+        shipped("model_configs") / "cdrmix-core-tiny.yaml",
+        ["training.sequence_length=4096", "data.segment_documents=true"],
+    )
+    whole = tiny.data.model_copy(update={"segment_documents": False})
+    assert attended_tokens(tiny.model_copy(update={"data": whole})) == 4096
+    assert attended_tokens(tiny) == 1024
+    short = tiny.training.model_copy(update={"sequence_length": 512})
+    assert attended_tokens(tiny.model_copy(update={"training": short})) == 512
 
 
 @pytest.mark.parametrize("mtp", [{}, {"kind": "deepseek"}, {"head": "block"}, None])

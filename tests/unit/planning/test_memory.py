@@ -64,19 +64,23 @@ def test_activations_follow_the_tokens_of_a_micro_batch() -> None:
     assert one / 2 < half < 0.6 * one  # and what the exchange between the two keeps
 
 
-def test_the_mask_that_keeps_documents_apart_is_counted_for_each_attention() -> None:
+def test_documents_apart_cost_a_mask_in_float32_on_gpus_alone() -> None:
     apart = "data.segment_documents=true"
-    mask = 2 * 2 * 4096**2  # two samples in bf16: T queries by T keys, whatever is shared out
+    mask = 4 * 2 * 4096**2  # two samples: T queries by T keys, whatever is shared out
     for layout in (arranged(8, micro=2), arranged(8, sequence=2, micro=2)):
-        plain, masked = (estimate("1b", layout, *given) for given in ([], [apart]))
-        assert masked.activations - plain.activations == 6 * mask  # of 24 layers, six attend
-        assert masked.buffers["segment_mask"] == 2 * 2 * 4096**2  # two bytes on the way to it
+        for precision, expected in (("fp32", mask), ("bf16", 0)):
+            given = f"training.precision={precision}"
+            plain, masked = (estimate("1b", layout, given, *more) for more in ([], [apart]))
+            assert masked.activations - plain.activations == 6 * expected  # of 24 layers, 6 attend
+            # a byte for each pair on the way to it, twice
+            assert masked.buffers.get("segment_mask", 0) == 2 * expected // 4
     recomputed = arranged(8, micro=2, recompute="block")
-    plain, masked = (estimate("1b", recomputed, *given) for given in ([], [apart]))
+    given = "training.precision=fp32"
+    plain, masked = (estimate("1b", recomputed, given, *more) for more in ([], [apart]))
     assert masked.activations - plain.activations <= mask  # of one block at a time
 
 
-def test_attention_keeps_the_mask_that_is_counted() -> None:
+def test_attention_keeps_as_much_of_packed_documents_as_of_whole_samples() -> None:
     import torch
 
     from cdrmix.models.attention import Attention
@@ -84,22 +88,20 @@ def test_attention_keeps_the_mask_that_is_counted() -> None:
     attention = Attention(config("tiny").model)
     x = torch.randn(2, 48, attention.query.in_features)
     sizes = []
-    for documents in (None, torch.zeros(2, 48, dtype=torch.int64)):
+    for documents in (None, torch.arange(48).div(9, rounding_mode="floor").expand(2, -1)):
         saved: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            if tensor.is_floating_point():
+                saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = attention(x, None, documents)  # held, so that no address is used twice
         sizes.append(sum(saved.values()))
         del out
-    given = config("tiny", "data.segment_documents=true", "training.sequence_length=48")
-    model = MemoryModel(given, "cpu")
-    counted = model.activations.segment_mask(arranged(micro=2, stage=1))
-    assert sizes[1] - sizes[0] == counted == 4 * 2 * 48**2
+    assert sizes[0] == sizes[1]
 
 
 # one attention block: 512 * 128 + 4 * 128 * 128 + 2 * 128 * 512 = 262,144 elements of matrices,
@@ -185,7 +187,8 @@ def test_the_first_stage_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_
         model.estimate(arranged(8, pipeline=8, stage=1, steps=steps)).activations
         for steps in (2, 64)
     )
-    assert many == pytest.approx(4 * few, rel=1e-6), "eight in flight instead of two"
+    # all share the angles of positions
+    assert many == pytest.approx(4 * few, rel=1e-4), "eight in flight instead of two"
 
 
 def test_offloading_moves_the_optimizer_to_the_host() -> None:

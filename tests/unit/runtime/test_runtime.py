@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend
 
 from cdrmix import runtime
 from cdrmix.errors import ConfigError, DataError
@@ -111,3 +113,18 @@ def test_every_name_is_found_and_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(callable(getattr(runtime, name)) for name in runtime.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'torch'"):
         _ = runtime.torch  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cudnns_attention_comes_first_where_a_run_need_not_repeat(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    try:
+        runtime.seed_everything(0, deterministic=False)
+        first, *_ = torch._C._get_sdp_priority_order()
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    cudnn, flash = (int(each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+    assert first == (flash if deterministic else cudnn)
