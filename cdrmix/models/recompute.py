@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.config.schema import Recomputation
+from cdrmix.models import wkv7_fla
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState, RoutedStatistics
 
@@ -126,7 +127,12 @@ def _choose(
 def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
     """Saves the inputs and recomputes the rest in the backward pass."""
     # blocks draw no random numbers, whose state would cost a copy from the device for each call
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(_run_inside, run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _run_inside(run: Callable[..., Any], *inputs: Any) -> Any:
+    with wkv7_fla.inside_recomputation():
+        return run(*inputs)
 
 
 def _in_spans(

@@ -217,6 +217,17 @@ def fails_everywhere(*, within_seconds: float) -> bool:
     return failed == world_size()
 
 
+def first_answer(name: str, answer: str) -> str:
+    """The answer of the rank that was first to give one under this name; the same on all ranks.
+
+    No collective: whoever comes gets it at once, and nobody waits for ranks that never ask.
+    """
+    if world_size() == 1:
+        return answer
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return store.compare_set(f"cdrmix/answers/{name}", "", answer).decode()
+
+
 def first_rank_does(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0 only; its result, or its TrainingError, reaches every rank."""
     result = together(lambda: action() if rank() == 0 else None)

@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from cdrmix.models import wkv7_fla
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.models.wkv7_fla import obstacle
 from tests.parity.test_wkv7 import LOOP, Form, assert_equal, ids_of, random_inputs, results
@@ -49,6 +53,48 @@ def test_sixteen_bit_forms_equal_the_loop(backend: str, key: int, is_packed: boo
     wanted = results(LOOP, inputs, torch.float64, ids)
     found = results(on_device(backend), inputs, torch.bfloat16, ids)
     assert_equal(found, wanted, BFLOAT16_TOLERANCE)
+
+
+def test_the_fastest_right_chunk_is_used_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case = wkv7_fla._Case(torch.device("cuda", 0), torch.bfloat16, 128, 128, is_packed=False)
+    monkeypatch.setattr(wkv7_fla, "_timed", {})
+    wkv7_fla._settled.cache_clear()
+    found = wkv7_fla._checked_chunk_tokens(case, (2, 4096, 16))
+    if isinstance(found, str):
+        pytest.skip(found)
+    assert found in wkv7_fla._right_chunk_tokens(case)
+    wkv7_fla._settled.cache_clear()
+    monkeypatch.setattr(wkv7_fla, "_timed", {})
+    monkeypatch.setattr(wkv7_fla, "_right_chunk_tokens", None)  # a check would call it
+    assert wkv7_fla._checked_chunk_tokens(case, (2, 4096, 16)) == found
+    wkv7_fla._settled.cache_clear()
+
+
+def test_kept_and_recomputed_gradients_are_the_same() -> None:
+    inputs = [x.bfloat16().cuda() for x in random_inputs(200, 64)[:6]]
+    if reason := obstacle(inputs[0], inputs[3], is_packed=False):
+        pytest.skip(reason)
+
+    def gradients(form: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        y = form(*leaves)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    def plain(*leaves: Tensor) -> Tensor:
+        return wkv7(*leaves, backend="fla")[0]
+
+    def kept(*leaves: Tensor) -> Tensor:
+        with wkv7_fla.inside_recomputation():
+            return plain(*leaves)
+
+    def recomputed(*leaves: Tensor) -> Tensor:
+        return checkpoint(kept, *leaves, use_reentrant=False)
+
+    for one, other in zip(gradients(plain), gradients(recomputed), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_decay_out_of_bounds_stops_the_process() -> None:

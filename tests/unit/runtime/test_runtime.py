@@ -102,6 +102,7 @@ def test_together_gives_the_result_and_raises_the_error() -> None:
 
     assert runtime.together(lambda: 7) == 7
     assert runtime.first_rank_does(lambda: 7) == 7
+    assert runtime.first_answer("chunk", "7") == "7"
     for way in (runtime.together, runtime.first_rank_does):
         with pytest.raises(DataError, match=r"^shard 3 is gone$"):
             way(fail)
