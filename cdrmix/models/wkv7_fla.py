@@ -46,17 +46,19 @@ def wkv7_fla(
     return _call(inputs, s0, segment_ids, chunk_tokens=chunk)
 
 
-def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
-    """Returns the reason why fla's kernels cannot compute inputs like r and v here, or None.
+def obstacle(
+    device: torch.device, dtype: torch.dtype, key: int, value: int, *, is_packed: bool
+) -> str | None:
+    """Returns the reason why fla's kernels cannot compute here, or None.
 
-    The first call for a device, dtype and head size runs the check: a few seconds of compilation.
+    Device and type are those of v, `key` and `value` the sizes of a head. The first call for a
+    device, dtype and head size runs the check: a few seconds of compilation.
     """
-    if v.device.type != "cuda":
-        return f"fla computes on CUDA, and the inputs are on {v.device}"
-    if v.dtype not in _DTYPES:
-        return f"fla computes in 16 bits, and v is {v.dtype}"
-    case = _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed)
-    chunk = _checked_chunk_tokens(case)
+    if device.type != "cuda":
+        return f"fla computes on CUDA, and the inputs are on {device}"
+    if dtype not in _DTYPES:
+        return f"fla computes in 16 bits, and v is {dtype}"
+    chunk = _checked_chunk_tokens(_Case(device, dtype, key, value, is_packed))
     return chunk if isinstance(chunk, str) else None
 
 

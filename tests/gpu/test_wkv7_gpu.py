@@ -41,8 +41,8 @@ def test_chunked_equals_the_loop(key: int, is_packed: bool) -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_sixteen_bit_forms_equal_the_loop(backend: str, key: int, is_packed: bool) -> None:
     inputs = [x.bfloat16() for x in random_inputs(200, key)]
-    probe = inputs[0].cuda()
-    reason = obstacle(probe, probe, is_packed=is_packed)
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = obstacle(device, torch.bfloat16, key, key, is_packed=is_packed)
     if backend == "fla" and reason:
         pytest.skip(reason)
     ids = ids_of(LENGTHS) if is_packed else None
