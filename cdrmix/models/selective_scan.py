@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cdrmix.errors import ConfigError
 from cdrmix.models import selective_scan_cuda
+from cdrmix.models.wkv7_op import with_autograd
 from cdrmix.models.wkv7_reference import is_differentiated
 
 # Tokens between the states that the chunked form saves, and that it works on at once. On one thread
@@ -74,37 +74,49 @@ def selective_scan(
     Source: Gu and Dao, arXiv 2312.00752, algorithm 2. Parity in
     tests/parity/test_selective_scan.py.
     """
-    form = _choose(backend, inputs, s0, segment_ids)
-    with torch.autocast(inputs.u.device.type, enabled=False):
-        return form(inputs, s0, segment_ids)
+    u = inputs.u
+    case = (u.device, u.dtype, inputs.a.shape[1])
+    is_single = u.shape[1] == 1 and segment_ids is None
+    form = _choose(backend, *case, is_single, segment_ids is not None, s0 is not None)
+    with torch.autocast(u.device.type, enabled=False):
+        if form == "mamba_ssm" and torch.compiler.is_compiling():
+            y, s = _traced_kernel(*inputs, segment_ids)
+            return y, s
+        return _FORMS[form](inputs, s0, segment_ids)
 
 
 Form = Callable[[ScanInputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
+@torch.compiler.assume_constant_result
 def _choose(
-    backend: str, inputs: ScanInputs, s0: Tensor | None, segment_ids: Tensor | None
-) -> Form:
-    forms: dict[str, Form] = {
-        "reference": scan_reference,
-        "chunked": scan_chunked,
-        "mamba_ssm": selective_scan_cuda.scan,
-    }
-    if backend not in ("auto", *forms):
-        raise ValueError(f"backend is {backend!r}; allowed: auto, {', '.join(forms)}")
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_states: int,
+    is_single: bool,
+    is_packed: bool,
+    has_start: bool,
+) -> str:
+    """Chooses the form to compute with; traced, its answer is a constant.
+
+    `device` and `dtype` are those of u; `is_single` is whether there is one token, without ids.
+    """
+    if backend not in ("auto", *_FORMS):
+        raise ValueError(f"backend is {backend!r}; allowed: auto, {', '.join(_FORMS)}")
+    case = (device, dtype, num_states)
     if backend == "auto":
-        if inputs.u.shape[1] == 1 and segment_ids is None:
-            backend = "reference"
-        else:
-            fits = selective_scan_cuda.obstacle(inputs, s0, is_packed=segment_ids is not None)
-            backend = "mamba_ssm" if fits is None else "chunked"
-    elif backend == "mamba_ssm":
-        why = selective_scan_cuda.obstacle(inputs, s0, is_packed=segment_ids is not None)
+        if is_single:
+            return "reference"
+        fits = selective_scan_cuda.obstacle(*case, is_packed=is_packed, has_start=has_start)
+        return "mamba_ssm" if fits is None else "chunked"
+    if backend == "mamba_ssm":
+        why = selective_scan_cuda.obstacle(*case, is_packed=is_packed, has_start=has_start)
         if why is not None:
             raise ConfigError(
                 f"selective scan: mamba_ssm cannot be used here: {why}. Try 'auto' or 'chunked'"
             )
-    return forms[backend]
+    return backend
 
 
 def _compute_dtype(u: Tensor) -> torch.dtype:
@@ -141,7 +153,7 @@ def scan_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Runs the scan chunk by chunk; arguments and results as of `scan_reference`."""
     saves = is_differentiated(inputs, s0)
-    y, s = _ChunkedScan.apply(chunk_tokens, segment_ids, saves, s0, *inputs)
+    y, s, _ = _chunked_scan(*inputs, s0, segment_ids, chunk_tokens, saves)
     return y, s
 
 
@@ -187,69 +199,199 @@ class _Chunk:
         return (self.c.unsqueeze(2) @ states[:, 1:]).squeeze(2).addcmul_(self.d, self.u)
 
 
-class _ChunkedScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        chunk_tokens: int,
-        segment_ids: Tensor | None,
-        saves: bool,
-        s0: Tensor | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = ScanInputs(*tensors)
-        batch, time, inner = inputs.u.shape
-        states = inputs.a.shape[1]
-        dtype = _compute_dtype(inputs.u)
-        s = inputs.u.new_zeros(batch, states, inner, dtype=dtype) if s0 is None else s0.to(dtype)
-        spans = [slice(t, min(t + chunk_tokens, time)) for t in range(0, time, chunk_tokens)]
-        out = torch.empty_like(inputs.u)
-        entering = s.new_empty(batch, len(spans), states, inner) if saves else None
-        continues = _continues(segment_ids)
-        for number, span in enumerate(spans):
-            if entering is not None:
-                entering[:, number] = s
-            chunk = _Chunk(inputs, continues, span)
-            all_states = chunk.states(s)
-            out[:, span] = chunk.read(all_states).mul_(F.silu(chunk.z))
-            s = all_states[:, -1]
-        if entering is not None:
-            ctx.save_for_backward(segment_ids, entering, *tensors)
-            ctx.spans = spans
-            ctx.has_start = s0 is not None
-        return out, s.clone()
+# Operators, so that a graph has one node for a scan; vmap is refused below.
+@torch.library.custom_op("cdrmix::selective_scan", mutates_args=())
+def _chunked_scan(
+    u: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    z: Tensor,
+    s0: Tensor | None,
+    segment_ids: Tensor | None,
+    chunk_tokens: int,
+    saves: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives y, the state after the last token, and the states that enter chunks, if it saves."""
+    inputs = ScanInputs(u, dt, dt_bias, a, b, c, d, z)
+    batch, time, inner = u.shape
+    dtype = _compute_dtype(u)
+    s = u.new_zeros(batch, a.shape[1], inner, dtype=dtype) if s0 is None else s0.to(dtype)
+    spans = _chunk_spans(time, chunk_tokens)
+    out = _dense_like(u)
+    entering = s.new_empty(_entering_shape(u, a, chunk_tokens) if saves else 0)
+    continues = _continues(segment_ids)
+    for number, span in enumerate(spans):
+        if saves:
+            entering[:, number] = s
+        chunk = _Chunk(inputs, continues, span)
+        all_states = chunk.states(s)
+        out[:, span] = chunk.read(all_states).mul_(F.silu(chunk.z))
+        s = all_states[:, -1]
+    return out, s.clone(memory_format=torch.contiguous_format), entering
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        segment_ids, entering, *tensors = ctx.saved_tensors
-        continues = _continues(segment_ids)
-        inputs = ScanInputs(*tensors)
-        dtype = entering.dtype
-        totals = {
-            name: torch.zeros_like(getattr(inputs, name), dtype=dtype)
-            for name in ("dt_bias", "a", "d")
-        }
-        along = {
-            name: torch.empty_like(getattr(inputs, name)) for name in ("u", "dt", "b", "c", "z")
-        }
-        carried = grad_state.to(dtype)  # gradient of the states after a chunk
-        for number in range(len(ctx.spans) - 1, -1, -1):
-            span = ctx.spans[number]
-            chunk = _Chunk(inputs, continues, span)
-            states = chunk.states(entering[:, number])
-            parts, carried = _chunk_gradients(chunk, states, grad[:, span].to(dtype), carried)
-            for name, part in parts.items():
-                if name in totals:
-                    totals[name] += part
-                else:
-                    along[name][:, span] = part
-        gradients = {
-            name: total.to(getattr(inputs, name)) for name, total in totals.items()
-        } | along
-        return (None, None, None, carried if ctx.has_start else None) + tuple(
-            gradients[name] for name in ScanInputs._fields
-        )
+
+@torch.library.custom_op("cdrmix::selective_scan_backward", mutates_args=())
+def _chunked_scan_backward(
+    u: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    z: Tensor,
+    segment_ids: Tensor | None,
+    entering: Tensor,
+    grad: Tensor,
+    grad_state: Tensor,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gives the gradients of the inputs, in their order, and of the state that they began with."""
+    inputs = ScanInputs(u, dt, dt_bias, a, b, c, d, z)
+    continues = _continues(segment_ids)
+    dtype = entering.dtype
+    totals = {
+        name: torch.zeros_like(getattr(inputs, name), dtype=dtype) for name in ("dt_bias", "a", "d")
+    }
+    along = {name: _dense_like(getattr(inputs, name)) for name in ("u", "dt", "b", "c", "z")}
+    carried = grad_state.to(dtype)  # gradient of the states after a chunk
+    spans = _chunk_spans(u.shape[1], chunk_tokens)
+    for number in range(len(spans) - 1, -1, -1):
+        span = spans[number]
+        chunk = _Chunk(inputs, continues, span)
+        states = chunk.states(entering[:, number])
+        parts, carried = _chunk_gradients(chunk, states, grad[:, span].to(dtype), carried)
+        for name, part in parts.items():
+            if name in totals:
+                totals[name] += part
+            else:
+                along[name][:, span] = part
+    gradients = {name: _own(total, getattr(inputs, name)) for name, total in totals.items()} | along
+    return *(gradients[name] for name in ScanInputs._fields), carried  # type: ignore[return-value]
+
+
+def _chunk_spans(time: int, chunk_tokens: int) -> list[slice]:
+    return [slice(t, min(t + chunk_tokens, time)) for t in range(0, time, chunk_tokens)]
+
+
+def _entering_shape(u: Tensor, a: Tensor, chunk_tokens: int) -> tuple[int, ...]:
+    """Shape of the states that enter chunks, [B, chunks, N, I]."""
+    batch, time, inner = u.shape
+    return batch, -(-time // chunk_tokens), a.shape[1], inner
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _own(total: Tensor, like: Tensor) -> Tensor:
+    return total.to(like.dtype).contiguous()
+
+
+@_chunked_scan.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, _, _, chunk_tokens, saves = arguments
+    u, a = tensors[0], tensors[3]
+    s = u.new_empty(u.shape[0], a.shape[1], u.shape[2], dtype=_compute_dtype(u))
+    kept = s.new_empty(_entering_shape(u, a, chunk_tokens) if saves else (0,))
+    return _dense_like(u), s, kept
+
+
+@_chunked_scan_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return *map(_dense_like, arguments[:8]), _dense_like(arguments[11])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, s0, segment_ids, ctx.chunk_tokens, _ = inputs
+    ctx.has_start = s0 is not None
+    ctx.save_for_backward(*tensors, segment_ids, output[2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_state: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    *gradients, ds0 = _chunked_scan_backward(*saved, grad, grad_state, ctx.chunk_tokens)
+    return *gradients, ds0 if ctx.has_start else None, None, None, None
+
+
+_chunked_scan.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+# The kernels of mamba-ssm where a model is traced, and only there: their own gradient is made by
+# autograd, so that the backward pass runs them once more.
+@torch.library.custom_op("cdrmix::mamba_ssm", mutates_args=())
+def _traced_kernel(
+    u: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    z: Tensor,
+    segment_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        inputs = ScanInputs(u, dt, dt_bias, a, b, c, d, z)
+        y, s = selective_scan_cuda.scan(inputs, None, segment_ids)
+        return y.contiguous(), s.contiguous()
+
+
+@torch.library.custom_op("cdrmix::mamba_ssm_backward", mutates_args=())
+def _traced_kernel_backward(
+    u: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    z: Tensor,
+    segment_ids: Tensor | None,
+    grad: Tensor,
+    grad_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (u, dt, dt_bias, a, b, c, d, z)]
+    with with_autograd():
+        outputs = selective_scan_cuda.scan(ScanInputs(*leaves), None, segment_ids)
+        gradients = torch.autograd.grad(outputs, leaves, [grad, grad_state])
+    return tuple(x.contiguous() for x in gradients)  # type: ignore[return-value]
+
+
+@_traced_kernel.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    u, a = arguments[0], arguments[3]
+    return _dense_like(u), u.new_empty(u.shape[0], a.shape[1], u.shape[2], dtype=torch.float32)
+
+
+@_traced_kernel_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(map(_dense_like, arguments[:8]))
+
+
+def _differentiate_kernel(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+    return *_traced_kernel_backward(*ctx.saved_tensors, grad, grad_state), None
+
+
+_traced_kernel.register_autograd(
+    _differentiate_kernel, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def _refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the selective scan cannot be run under torch.vmap: it has a batch dimension of its own. "
+        "Put the samples into [B, T, I]"
+    )
+
+
+for _op in (_chunked_scan, _chunked_scan_backward, _traced_kernel, _traced_kernel_backward):
+    _op.register_vmap(_refuse_vmap)
 
 
 def _chunk_gradients(
@@ -287,3 +429,10 @@ def _chunk_gradients(
         "z": dz,
     }
     return parts, carried
+
+
+_FORMS: dict[str, Form] = {
+    "reference": scan_reference,
+    "chunked": scan_chunked,
+    "mamba_ssm": selective_scan_cuda.scan,
+}

@@ -52,19 +52,21 @@ def scan(
     return y, _StateAfter.apply(s, segment_ids, *inputs)
 
 
-def obstacle(inputs: ScanInputs, s0: Tensor | None, *, is_packed: bool) -> str | None:
-    """Returns the reason why mamba-ssm cannot compute these inputs here, or None.
+def obstacle(
+    device: torch.device, dtype: torch.dtype, num_states: int, *, is_packed: bool, has_start: bool
+) -> str | None:
+    """Returns the reason why mamba-ssm cannot compute here, or None.
 
-    The first call for a device, dtype and number of states runs the check.
+    Device and type are those of u. The first call for a device, dtype and number of states runs the
+    check.
     """
-    u = inputs.u
-    if u.device.type != "cuda":
-        return f"mamba-ssm computes on CUDA, and the inputs are on {u.device}"
-    if u.dtype not in _DTYPES:
-        return f"it is used in float32 and bfloat16, and u is {u.dtype}"
-    if s0 is not None:
+    if device.type != "cuda":
+        return f"mamba-ssm computes on CUDA, and the inputs are on {device}"
+    if dtype not in _DTYPES:
+        return f"it is used in float32 and bfloat16, and u is {dtype}"
+    if has_start:
         return "it goes on from no state"
-    return _checked(_Case(u.device, u.dtype, inputs.a.shape[1], is_packed))
+    return _checked(_Case(device, dtype, num_states, is_packed))
 
 
 class _Case(NamedTuple):

@@ -21,7 +21,8 @@ from torch import Tensor
 from cdrmix.errors import ConfigError
 from cdrmix.models import wkv7_cpu, wkv7_fla
 from cdrmix.models.wkv7_chunked import wkv7_chunked
-from cdrmix.models.wkv7_reference import DECAY_BOUND, compute_dtype, wkv7_reference
+from cdrmix.models.wkv7_op import by_autograd, recurrence_op
+from cdrmix.models.wkv7_reference import check_values, wkv7_reference
 
 _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reference": wkv7_reference,
@@ -30,6 +31,12 @@ _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "fla": wkv7_fla.wkv7_fla,
 }
 BACKENDS = ("auto", *_FORMS)
+# Those of which autograd makes the gradient are operators where a model is traced, and only there:
+# an operator saves its inputs alone, and runs the form once more in the backward pass.
+_TRACED = {
+    "reference": recurrence_op("wkv7_reference", by_autograd(wkv7_reference)),
+    "fla": recurrence_op("wkv7_fla", by_autograd(wkv7_fla.wkv7_fla)),
+}
 
 
 def wkv7(
@@ -74,35 +81,63 @@ def wkv7(
     """
     inputs = (r, lw, k, v, a, b)
     _check(inputs, s0, segment_ids)
-    form = _choose(backend, inputs, segment_ids)
+    is_double = torch.float64 in {x.dtype for x in inputs}
+    case = (v.device, v.dtype, r.shape[3], v.shape[3], segment_ids is not None)
+    shape = None if torch.compiler.is_compiling() else tuple(v.shape[:3])
+    form = _choose(backend, r.shape[1] == 1, is_double, *case, shape)
     with torch.autocast(v.device.type, enabled=False):
-        return form(inputs, s0, segment_ids)
+        if form in _TRACED and torch.compiler.is_compiling():
+            y, s, *_ = _TRACED[form](*inputs, s0, segment_ids, 0, False)
+            return y, s
+        if form in _TRACED:
+            check_values(lw, segment_ids)
+        return _FORMS[form](inputs, s0, segment_ids)
 
 
+@torch.compiler.assume_constant_result
 def _choose(
-    backend: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Chooses the form to compute with; "auto" takes the first that can be used here."""
+    backend: str,
+    is_single: bool,
+    is_double: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    key: int,
+    value: int,
+    is_packed: bool,
+    shape: tuple[int, ...] | None,
+) -> str:
+    """Chooses the form to compute with; "auto" takes the first that can be used here.
+
+    It asks what is installed and built, which no graph can hold: traced, its answer is a constant.
+
+    Args:
+        is_single: there is one token.
+        is_double: an input is float64.
+        device, dtype, key, value: of v, but for `key`, the last dimension of r.
+        is_packed: there are segment ids.
+        shape: B, T and H; None while it is traced, as shapes may be symbols.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     names: tuple[str, ...] = (backend,)
     if backend == "auto":
-        is_single = inputs[0].shape[1] == 1
         # One token: the loop is ten operations, the chunked form fifty.
         names = ("cpp", "reference") if is_single else ("fla", "cpp", "chunked")
     for name in names:
         obstacle = None  # the other forms compute anything, anywhere
         if name == "fla":
-            obstacle = wkv7_fla.obstacle(inputs[0], inputs[3], is_packed=segment_ids is not None)
-        elif name == "cpp" and inputs[3].device.type != "cpu":
-            obstacle = f"it computes on CPUs, and the inputs are on {inputs[3].device}"
-        elif name == "cpp" and compute_dtype(inputs) != torch.float32:
+            obstacle = wkv7_fla.obstacle(
+                device, dtype, key, value, is_packed=is_packed, shape=shape
+            )
+        elif name == "cpp" and device.type != "cpu":
+            obstacle = f"it computes on CPUs, and the inputs are on {device}"
+        elif name == "cpp" and is_double:
             obstacle = "it computes in float32, and an input is float64"
         elif name == "cpp":
             kernel = wkv7_cpu.load_kernel()
             obstacle = kernel if isinstance(kernel, str) else None
         if obstacle is None:
-            return _FORMS[name]
+            return name
     raise ConfigError(
         f"wkv7: backend {backend!r} cannot be used here: {obstacle}. Try 'auto' or 'chunked'."
     )
@@ -132,18 +167,3 @@ def _check(inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | 
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
             raise ValueError(f"{name} must be {shapes[name]}; given {tuple(tensor.shape)}")
-    if lw.device.type not in ("cuda", "cpu"):
-        return
-    lowest = -DECAY_BOUND * (1 + torch.finfo(lw.dtype).eps)
-    low, high = torch.aminmax(lw.detach())
-    is_outside = (low < lowest) | (high > 0)
-    if lw.device.type == "cuda":  # asserted there, so that the host need not wait
-        torch._assert_async(~is_outside, "wkv7: lw must lie from -exp(-0.5) to 0")
-        return
-    if is_outside:
-        raise ValueError(
-            f"lw must lie from -exp(-0.5) = {-DECAY_BOUND:.7f} to 0; given {low.item():.7f} to "
-            f"{high.item():.7f}. RWKV-7's log decay is -exp(-0.5) * sigmoid(.)"
-        )
-    if segment_ids is not None and (segment_ids.diff(dim=1) < 0).any():
-        raise ValueError("segment_ids must not fall along T: a segment is one run of tokens")

@@ -32,13 +32,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from cdrmix.models.wkv7_op import Computation, Gradients, Results, recurrence_op
 from cdrmix.models.wkv7_reference import compute_dtype, is_differentiated
 
 # Against 32 tokens: 10 % faster at K = 64, level at K = 128, and half the rounding error at both.
@@ -73,51 +73,61 @@ def wkv7_chunked(
         if segment_ids is not None:
             segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], 1)
     saves = is_differentiated(inputs, s0)
-    y, s = _WKV7Chunked.apply(segment_ids, chunk_tokens, saves, s0, *inputs)
+    y, s, *_ = _recurrence(*inputs, s0, segment_ids, chunk_tokens, saves)
     return y[:, :length], s
 
 
-class _WKV7Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        segment_ids: Tensor | None,
-        chunk_tokens: int,
-        saves: bool,
-        s0: Tensor | None,
-        *inputs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        r, _, _, v, _, _ = inputs
-        y = torch.empty_like(v, memory_format=torch.contiguous_format)
-        s = v.new_empty(v.shape[0], *v.shape[2:], r.shape[3], dtype=compute_dtype(inputs))
-        layout = _layout(r, chunk_tokens)
-        states = []
-        with torch.autocast(v.device.type, enabled=False):
-            for rows in layout.rows:
-                part = [x[rows] for x in inputs]
-                start = _rows_of(s0, rows)
-                ids = _rows_of(segment_ids, rows)
-                states.append(_forward(part, start, ids, y[rows], s[rows], layout, saves))
-        ctx.layout = layout
-        ctx.has_start = s0 is not None
-        if saves:
-            ctx.save_for_backward(*inputs, segment_ids, *states)
-        return y, s
+def _run_forward(
+    inputs: Sequence[Tensor],
+    s0: Tensor | None,
+    segment_ids: Tensor | None,
+    chunk_tokens: int,
+    saves: bool,
+) -> Results:
+    r, _, _, v, _, _ = inputs
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
+    s = v.new_empty(v.shape[0], *v.shape[2:], r.shape[3], dtype=compute_dtype(inputs))
+    layout = _layout(r, chunk_tokens)
+    states, nothing = (s.new_empty(x if saves else 0) for x in _kept_shapes(inputs, chunk_tokens))
+    for rows in layout.rows:
+        part = [x[rows] for x in inputs]
+        saved = states[:, rows].flatten(1, 2) if saves else None
+        start = _rows_of(s0, rows)
+        _forward(part, start, _rows_of(segment_ids, rows), y[rows], s[rows], layout, saved)
+    return y, s, states, nothing
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
-        (*inputs, segment_ids) = saved[:7]
-        states = saved[7:]
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-        ds0 = torch.empty_like(ds, memory_format=torch.contiguous_format)
-        with torch.autocast(dy.device.type, enabled=False):
-            for rows, part_states in zip(ctx.layout.rows, states, strict=True):
-                part, out = ([x[rows] for x in tensors] for tensors in (inputs, gradients))
-                ids = _rows_of(segment_ids, rows)
-                ds0[rows] = _backward(part, ids, part_states, dy[rows], ds[rows], out, ctx.layout)
-        return (None, None, None, ds0 if ctx.has_start else None, *gradients)
+
+def _kept_shapes(
+    inputs: Sequence[Tensor], chunk_tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the states around blocks of chunks, [blocks + 1, B, H, K, V], and of nothing."""
+    r, _, _, v, _, _ = inputs
+    batch, _, heads, key = r.shape
+    blocks = len(_layout(r, chunk_tokens).blocks)
+    return (blocks + 1, batch, heads, key, v.shape[3]), (0,)
+
+
+def _run_backward(
+    inputs: Sequence[Tensor],
+    s0: Tensor | None,
+    segment_ids: Tensor | None,
+    chunk_tokens: int,
+    kept: tuple[Tensor, Tensor],
+    dy: Tensor,
+    ds: Tensor,
+) -> Gradients:
+    layout = _layout(inputs[0], chunk_tokens)
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    ds0 = torch.empty_like(ds, memory_format=torch.contiguous_format)
+    for rows in layout.rows:
+        part, out = ([x[rows] for x in tensors] for tensors in (inputs, gradients))
+        ids = _rows_of(segment_ids, rows)
+        states = kept[0][:, rows].flatten(1, 2)
+        ds0[rows] = _backward(part, ids, states, dy[rows], ds[rows], out, layout)
+    return *gradients, ds.new_empty(0) if s0 is None else ds0  # type: ignore[return-value]
+
+
+_recurrence = recurrence_op("wkv7_chunked", Computation(_run_forward, _run_backward, _kept_shapes))
 
 
 class _Layout(NamedTuple):
@@ -283,13 +293,12 @@ def _forward(
     y: Tensor,
     s: Tensor,
     layout: _Layout,
-    saves: bool,
-) -> Tensor | None:
-    """Fills y and s; returns the states around blocks, [blocks + 1,B H,K,V], if they are saved."""
+    saved: Tensor | None,
+) -> None:
+    """Fills y, s and, if they are saved, the states around blocks, [blocks + 1,B H,K,V]."""
     c = layout.chunk_tokens
     y_view = _by_chunk(y, c)
     z = s.new_zeros(s.shape).mT.flatten(0, 1) if s0 is None else s0.to(s.dtype).mT.flatten(0, 1)
-    saved = s.new_empty(len(layout.blocks) + 1, *z.shape) if saves else None
     filled = _filled_blocks(inputs, segment_ids, s, layout, backward=False)
     for i, (here, block, _) in enumerate(filled):
         if saved is not None:
@@ -302,7 +311,6 @@ def _forward(
     if saved is not None:
         saved[-1] = z
     s.copy_(z.unflatten(0, s.shape[:2]).mT)
-    return saved
 
 
 def _scan(block: _Block, z: Tensor, ro: Tensor, x: Tensor, leaving: Tensor | None = None) -> Tensor:

@@ -41,6 +41,8 @@ _TIMED_RUNS = 5  # after two that compile and choose
 # Relative, Frobenius. bfloat16 rounds each operand by up to 2^-9 = 0.2 %, a few times in a row:
 # right kernels stay below 1 %, the known miscompilations are off by 50 %.
 _TOLERANCE = 0.02
+Shape = tuple[int, ...]  # B, T and H
+
 _COST = "The WKV-7 op runs in its chunked form in PyTorch: same results, slower."
 
 
@@ -75,18 +77,26 @@ def inside_recomputation() -> Iterator[None]:
         _is_recomputed.reset(token)
 
 
-def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
-    """Returns the reason why fla's kernels cannot compute inputs like r and v here, or None.
+def obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    key: int,
+    value: int,
+    *,
+    is_packed: bool,
+    shape: Shape | None = None,
+) -> str | None:
+    """Returns the reason why fla's kernels cannot compute here, or None.
 
-    The first call for a device, dtype and head size runs the check, unless an earlier process has
-    kept its outcome: a few seconds of compilation.
+    Device and type are those of v, `key` and `value` the sizes of a head; `shape` is B, T
+    and H where they are known. The first call for a device, dtype and head size runs the check, unless an earlier
+    process has kept its outcome: a few seconds of compilation.
     """
-    if v.device.type != "cuda":
-        return f"fla computes on CUDA, and the inputs are on {v.device}"
-    if v.dtype not in _DTYPES:
-        return f"fla computes in 16 bits, and v is {v.dtype}"
-    case = _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed)
-    chunk = _checked_chunk_tokens(case, tuple(v.shape[:3]))
+    if device.type != "cuda":
+        return f"fla computes on CUDA, and the inputs are on {device}"
+    if dtype not in _DTYPES:
+        return f"fla computes in 16 bits, and v is {dtype}"
+    chunk = _checked_chunk_tokens(_Case(device, dtype, key, value, is_packed), shape)
     return chunk if isinstance(chunk, str) else None
 
 
@@ -144,19 +154,17 @@ def _call(
     return y.to(v.dtype).view(v.shape), s.mT
 
 
-Shape = tuple[int, ...]  # B, T and H
-
 _timed: dict[_Case, int | str] = {}  # by the first call of this process that is large enough
 
 
-def _checked_chunk_tokens(case: _Case, shape: Shape) -> int | str:
+def _checked_chunk_tokens(case: _Case, shape: Shape | None) -> int | str:
     """Returns tokens per chunk with which fla's kernels are right here, or why there are none.
 
     The fastest at the shape of the first call of _TIMED_TOKENS or more, which all later calls
-    follow; before it, the first in order of preference.
+    follow; before it, and while a model is traced, the first in order of preference.
     """
     if case not in _timed:
-        if shape[0] * shape[1] < _TIMED_TOKENS:
+        if shape is None or shape[0] * shape[1] < _TIMED_TOKENS:
             return _settled(case, None)
         _timed[case] = _settled(case, shape)
     return _timed[case]

@@ -18,6 +18,25 @@ def compute_dtype(inputs: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in {x.dtype for x in inputs} else torch.float32
 
 
+def check_values(lw: Tensor, segment_ids: Tensor | None) -> None:
+    """Refuses a log decay out of range, or ids that fall; see `cdrmix.models.wkv7.wkv7`."""
+    if lw.device.type not in ("cuda", "cpu"):
+        return
+    lowest = -DECAY_BOUND * (1 + torch.finfo(lw.dtype).eps)
+    low, high = torch.aminmax(lw.detach())
+    is_outside = (low < lowest) | (high > 0)
+    if lw.device.type == "cuda":  # asserted there, so that the host need not wait
+        torch._assert_async(~is_outside, "wkv7: lw must lie from -exp(-0.5) to 0")
+        return
+    if is_outside:
+        raise ValueError(
+            f"lw must lie from -exp(-0.5) = {-DECAY_BOUND:.7f} to 0; given {low.item():.7f} to "
+            f"{high.item():.7f}. RWKV-7's log decay is -exp(-0.5) * sigmoid(.)"
+        )
+    if segment_ids is not None and (segment_ids.diff(dim=1) < 0).any():
+        raise ValueError("segment_ids must not fall along T: a segment is one run of tokens")
+
+
 def is_differentiated(inputs: Sequence[Tensor], s0: Tensor | None) -> bool:
     """Returns True where autograd will want a gradient, if asked outside a Function."""
     # Inside one gradients are off, and needs_input_grad ignores no_grad.

@@ -45,8 +45,8 @@ def test_chunked_equals_the_loop(key: int, is_packed: bool) -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_sixteen_bit_forms_equal_the_loop(backend: str, key: int, is_packed: bool) -> None:
     inputs = [x.bfloat16() for x in random_inputs(200, key)]
-    probe = inputs[0].cuda()
-    reason = obstacle(probe, probe, is_packed=is_packed)
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = obstacle(device, torch.bfloat16, key, key, is_packed=is_packed)
     if backend == "fla" and reason:
         pytest.skip(reason)
     ids = ids_of(LENGTHS) if is_packed else None
@@ -75,7 +75,7 @@ def test_the_fastest_right_chunk_is_used_and_kept(
 
 def test_kept_and_recomputed_gradients_are_the_same() -> None:
     inputs = [x.bfloat16().cuda() for x in random_inputs(200, 64)[:6]]
-    if reason := obstacle(inputs[0], inputs[3], is_packed=False):
+    if reason := obstacle(torch.device("cuda"), torch.bfloat16, 64, 64, is_packed=False):
         pytest.skip(reason)
 
     def gradients(form: Callable[..., Tensor]) -> tuple[Tensor, ...]:

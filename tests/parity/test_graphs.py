@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Recomputation
 from cdrmix.models import expert_rows
 from cdrmix.models.backbone import Backbone
+from cdrmix.models.block import Block
 from cdrmix.objectives.language_model import linear_cross_entropy
 
 # Operators that give the host a number, or a tensor whose size depends on data.
@@ -108,3 +110,32 @@ def test_a_feed_forward_of_experts_is_one_graph(drop_tokens: bool, dtype: torch.
     torch._dynamo.reset()
     found = torch._dynamo.explain(block.feed)(x, None, None)
     assert found.graph_count == 1, [str(reason) for reason in found.break_reasons]
+
+
+# By turns, so that each block type is there twice.
+MODELS = {
+    "dense": {"mixers": ["rwkv", "transformer"] * 2 + ["rwkv"], "moe": None},
+    "experts": {"mixers": ["rwkv", "transformer"] * 2 + ["rwkv"]},
+    "mamba": {"mixers": ["mamba", "routing_mamba"] * 2, "routing_mamba": {"num_experts": 3}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_is_one_graph_and_layers_of_a_kind_share_it(name: str) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 64}
+    listed = {"moe": moe, **MODELS[name]}
+    sizes = {"hidden_size": 64, "num_layers": len(listed["mixers"]), "num_heads": 2}
+    config = ModelConfig(vocab_size=256, **sizes, **listed)
+    backbone = Backbone(config)
+    backbone.initialize(seed=0)
+    segments = None if name == "dense" else torch.arange(32).div(20, rounding_mode="floor")
+    segments = None if segments is None else segments.expand(2, -1)
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    run = torch.compile(Block.forward, backend=graphs, fullgraph=True, dynamic=False)
+    x, v_first = torch.randn(2, 32, 64, requires_grad=True), None
+    kinds = set()
+    for kind, block in zip(config.layer_kinds(), backbone.blocks, strict=True):
+        kinds.add((kind, v_first is None))
+        x, v_first, *_ = run(block, x, v_first, None, segments)
+    assert graphs.frame_count == len(kinds)

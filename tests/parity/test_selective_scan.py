@@ -125,5 +125,5 @@ def test_kernels_are_used_where_their_gradients_are_right(
     assert problem is not None
     assert "db is off by 0." in problem
     assert "computes on CUDA" in str(
-        selective_scan_cuda.obstacle(random_inputs(1, 4), None, is_packed=False)
+        selective_scan_cuda.obstacle(*case[:3], is_packed=False, has_start=False)
     )

@@ -418,6 +418,45 @@ def test_a_backend_that_cannot_run_says_why(backend: str) -> None:
         wkv7(*random_inputs(20, 32), backend=backend)  # float64 on a CPU suits neither
 
 
+# --- as an operator of a graph --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", FORMS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_traced_form_is_one_operator_and_changes_no_bit(backend: str, is_packed: bool) -> None:
+    ids = ids_of(([9, 15], [1, 1, 22])) if is_packed else None
+    inputs = random_inputs(24, 16, 8)
+    nodes: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    traced = torch.compile(run(backend), backend=noting, fullgraph=True, dynamic=False)
+    assert_identical(
+        results(traced, inputs, segment_ids=ids), results(run(backend), inputs, segment_ids=ids)
+    )
+    name = {"cpp": "wkv7_cpp"}.get(backend, f"wkv7_{backend}")
+    assert [node for node in nodes if "cdrmix" in node] == [f"cdrmix.{name}.default"]
+
+
+@pytest.mark.compiler
+def test_an_operator_is_what_it_says_of_itself() -> None:
+    ids = ids_of(([9, 15], [1, 1, 22]))
+    *inputs, s0 = (x.float().requires_grad_() for x in random_inputs(24, 16, 8))
+    for name, start in {"wkv7_cpp": s0, "wkv7_chunked": s0, "wkv7_reference": None}.items():
+        op = getattr(torch.ops.cdrmix, name).default
+        torch.library.opcheck(op, (*inputs, start, ids, 8, name != "wkv7_reference"))
+
+
+@pytest.mark.parametrize("backend", FAST_FORMS)
+def test_vmap_is_refused(backend: str) -> None:
+    inputs = [x.float().expand(2, *x.shape) for x in random_inputs(5, 8)]
+    with pytest.raises(NotImplementedError, match="a batch dimension of its own"):
+        torch.vmap(run(backend))(*inputs)
+
+
 # --- the compiled kernel --------------------------------------------------------------------------
 
 
