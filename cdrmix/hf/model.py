@@ -23,10 +23,17 @@ from cdrmix.hf.packing import (
 )
 from cdrmix.hf.routing import Routing
 from cdrmix.models.backbone import Output
-from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses
+from cdrmix.models.softmax_cpu import label_scorer
+from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses, score_labels
 
 # (hidden states, weight of the head) -> logits or loss
 Score = Callable[[Tensor, Tensor], Any]
+
+
+def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
+    """Computes `linear_losses` under a whole head, by the C++ softmax where that can run."""
+    score = label_scorer(hidden, weight) or score_labels
+    return linear_losses(hidden, weight, labels, weights, score)
 
 
 class Head(nn.Module):
@@ -52,7 +59,7 @@ class Head(nn.Module):
 
     def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
         """Computes `next_token_losses` of hidden states [..., D]."""
-        losses: HeadLoss = self(hidden, partial(linear_losses, labels=labels, weights=weights))
+        losses: HeadLoss = self(hidden, partial(head_losses, labels=labels, weights=weights))
         return losses
 
 

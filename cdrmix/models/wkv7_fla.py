@@ -89,8 +89,8 @@ def obstacle(
     """Returns the reason why fla's kernels cannot compute here, or None.
 
     Device and type are those of v, `key` and `value` the sizes of a head; `shape` is B, T
-    and H where they are known. The first call for a device, dtype and head size runs the check, unless an earlier
-    process has kept its outcome: a few seconds of compilation.
+    and H where they are known. The first call for a device, dtype and head size runs the check,
+    unless an earlier process has kept its outcome: a few seconds of compilation.
     """
     if device.type != "cuda":
         return f"fla computes on CUDA, and the inputs are on {device}"

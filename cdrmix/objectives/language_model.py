@@ -13,8 +13,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED_LABEL = -100
-# Bounds the float32 logits of a chunk: 128 MiB at a vocabulary of 32,768.
-_CHUNK_POSITIONS = 1024
+# Bytes of what exists of a chunk's logits at a time. On CPUs larger chunks are no faster (a thread
+# of an EPYC 7003, V 8,192 and 32,768, 512 to 1,024 and 256 to 512 positions); on GPUs, where it
+# was not measured, each chunk reads and writes the head's gradient, whatever its size.
+_CHUNK_BYTES = {"cpu": 64 * 2**20}
+_CHUNK_BYTES_ELSEWHERE = 512 * 2**20
+# Of one logit: itself, its softmax in float32, and the gradient.
+_LOGIT_BYTES = 8
+
+
+def chunk_positions(vocab_size: int, device_type: str) -> int:
+    """Returns the positions whose logits exist at a time, for rows of a head on one rank."""
+    budget = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+    return max(1, budget // (_LOGIT_BYTES * vocab_size))
 
 
 class VocabularyPart(NamedTuple):
@@ -60,26 +71,55 @@ class HeadLoss(NamedTuple):
     of_heads: Tensor  # share of each head in the loss, [heads], without gradients
 
 
-class _Scores(NamedTuple):
-    """Logits of n positions, and what follows from them."""
+# Scores the labels [n] of logits [n, V], float32 or float64, which are its own to overwrite. Takes
+# the factors on the nats and on the square of `log_total` of each label, [n], float32, 0 where one
+# is ignored: without the first no gradient is made, without the second it has no squares; and the
+# type of the gradient. Gives nats [n], of no use where a label is ignored, `log_total` [n], the
+# logarithm of the softmax's denominator, and the gradient of the logits [n, V].
+LabelScorer = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype],
+    tuple[Tensor, Tensor, Tensor | None],
+]
 
-    logits: Tensor  # [n, V]
-    log_total: Tensor  # logarithm of the softmax's denominator over all parts, [n, 1]
-    nats: Tensor  # of the labels, [n]; of no use where a label is ignored
-    local: Tensor  # row of each label in this part of the head, [n, 1]
-    is_here: Tensor  # label is in this part, [n, 1]
 
+def score_labels(
+    logits: Tensor,
+    labels: Tensor,
+    worth: Tensor | None,
+    squares: Tensor | None,
+    dtype: torch.dtype,
+    part: VocabularyPart = WHOLE_VOCABULARY,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scores labels as a `LabelScorer` does: softmax, largest logit, and a pass for the gradient.
 
-def _score(rows: Tensor, weight: Tensor, targets: Tensor, part: VocabularyPart) -> _Scores:
-    logits = F.linear(rows, weight).float()
-    local = targets.clamp(min=0).unsqueeze(1) - part.first_id
-    is_here = (local >= 0) & (local < weight.shape[0])
-    local = local.clamp(0, weight.shape[0] - 1)
+    With a part of the vocabulary `logits` are those of its rows, and all parts are scored at once.
+    """
+    local = labels.clamp(min=0).unsqueeze(1) - part.first_id
+    is_here = (local >= 0) & (local < logits.shape[1])
+    local = local.clamp(0, logits.shape[1] - 1)
     score = logits.gather(1, local) * is_here
-    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    log_totals, scores = part.of_all_parts(torch.stack([log_total, score])).unbind(1)
-    log_total = torch.logsumexp(log_totals, dim=0)
-    return _Scores(logits, log_total, (log_total - scores.sum(0)).squeeze(1), local, is_here)
+    largest, place = logits.max(1, keepdim=True)
+    softmax = torch.softmax(logits, 1)
+    # the largest is at least 1 / V, so that its logarithm is exact
+    log_part = largest - softmax.gather(1, place).log()
+    log_parts, scores = part.of_all_parts(torch.stack([log_part, score])).unbind(1)
+    log_total = torch.logsumexp(log_parts, dim=0)  # [n, 1]
+    nats = (log_total - scores.sum(0)).squeeze(1)
+    if worth is None:
+        return nats, log_total.squeeze(1), None
+    factor = worth.unsqueeze(1)
+    if squares is not None:  # of the square: twice the logarithm, times the softmax
+        factor = factor + 2 * log_total * squares.unsqueeze(1)
+    factor = factor * torch.exp(log_part - log_total)  # 1 for the whole vocabulary
+    # in float32 before the cast: bf16 would round a softmax near 1, and the weights
+    at_label = softmax.gather(1, local) * factor - is_here * worth.unsqueeze(1)
+    del logits  # of which the caller has kept nothing
+    if softmax.dtype == dtype:
+        error = softmax.mul_(factor)
+    else:
+        error = torch.mul(softmax, factor, out=torch.empty_like(softmax, dtype=dtype))
+    error.scatter_(1, local, at_label.to(dtype))
+    return nats, log_total.squeeze(1), error
 
 
 def _sums(values: Tensor, worth: Tensor) -> Tensor:
@@ -87,13 +127,31 @@ def _sums(values: Tensor, worth: Tensor) -> Tensor:
     return (values.unsqueeze(1) * worth).masked_fill_(worth == 0, 0.0).sum(0)
 
 
-def _chunks(num_positions: int, heads: int) -> Iterator[tuple[int, slice]]:
-    """Slices of the positions, each of one head, whose number comes with it."""
+def _chunks(num_positions: int, heads: int, most: int) -> Iterator[tuple[int, slice]]:
+    """Slices of at most so many positions, each of one head, whose number comes with it."""
     of_head = num_positions // heads
     for head in range(heads):
         end = (head + 1) * of_head
-        for start in range(head * of_head, end, _CHUNK_POSITIONS):
-            yield head, slice(start, min(start + _CHUNK_POSITIONS, end))
+        for start in range(head * of_head, end, most):
+            yield head, slice(start, min(start + most, end))
+
+
+def _logits(rows: Tensor, weight: Tensor) -> Tensor:
+    """Computes rows @ weight.T, [n, V], in float32, or float64 from such."""
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    if weight.dtype == exact or weight.device.type == "cpu":
+        return F.linear(rows, weight).to(exact)
+    return torch.mm(rows, weight.t(), out_dtype=exact)  # not rounded between product and softmax
+
+
+def _add_product(total: Tensor, error: Tensor, rows: Tensor) -> None:
+    """Adds error.T @ rows to `total`, [V, D], float32 or the type of both, within the product."""
+    if error.dtype == total.dtype:
+        torch.addmm(total, error.t(), rows, out=total)
+    elif error.device.type == "cpu":  # torch has no product of float32 from others there
+        torch.addmm(total, error.t().to(total.dtype), rows.to(total.dtype), out=total)
+    else:
+        torch.addmm(total, error.t(), rows, out_dtype=total.dtype, out=total)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -110,53 +168,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        part: VocabularyPart,
+        score: LabelScorer,
         weights: LabelWeights,
     ) -> tuple[Tensor, ...]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
-        weight_grad = None
-        if needs_weight:
-            weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        weight_grad = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         of_heads = torch.zeros(weights.heads, dtype=torch.float32, device=hidden.device)
         nats = of_heads.new_zeros(0)
         if weights.sums is not None:
             nats = weights.sums.new_zeros(weights.sums.shape[-1])
         squares = torch.zeros_like(nats)
-        for head, here in _chunks(hidden.shape[0], weights.heads):
+        most = chunk_positions(weight.shape[0], weight.device.type)
+        for head, here in _chunks(hidden.shape[0], weights.heads, most):
             rows = hidden[here]
             valid = labels[here] != IGNORED_LABEL
-            scores = _score(rows, weight, labels[here], part)
-            worth = valid if weights.nats is None else valid * weights.nats[here]
-            of_heads[head] += (scores.nats * worth).sum()
-            log_total = scores.log_total.squeeze(1)
-            strength = None
-            if weights.squares is not None:
-                strength = valid * weights.squares[here]
+            worth = valid.float() if weights.nats is None else valid * weights.nats[here]
+            strength = None if weights.squares is None else valid * weights.squares[here]
+            learned = worth if needs_hidden or needs_weight else None
+            each, log_total, error = score(
+                _logits(rows, weight), labels[here], learned, strength, hidden.dtype
+            )
+            of_heads[head] += (each * worth).sum()
+            if strength is not None:
                 of_heads[head] += (log_total.square() * strength).sum()
             if weights.sums is not None:
                 measured = valid.unsqueeze(1) * weights.sums[here]
-                nats += _sums(scores.nats, measured)
+                nats += _sums(each, measured)
                 if strength is not None:
                     squares += _sums(log_total.square(), measured)
-            if not (needs_hidden or needs_weight):
-                continue
-            error = torch.exp_(scores.logits.sub_(scores.log_total))  # softmax
-            at_label = -scores.is_here.to(error.dtype)
-            if strength is not None:
-                # of the square: twice the logarithm, times the softmax
-                error.mul_((worth + 2 * log_total * strength).unsqueeze(1))
-                at_label = at_label * worth.unsqueeze(1)
-            error.scatter_add_(1, scores.local, at_label)
-            # before the cast: bf16 would round the weights
-            if strength is None and weights.nats is not None:
-                error.mul_(worth.unsqueeze(1))
-            error = error.to(hidden.dtype)
-            counted = valid.unsqueeze(1).to(hidden.dtype)
-            if hidden_grad is not None:
-                hidden_grad[here] = (error @ weight).mul_(counted)
-            if weight_grad is not None:
-                weight_grad += (error.t() @ (rows * counted)).float()
+            if error is not None and hidden_grad is not None:
+                torch.mm(error, weight, out=hidden_grad[here])
+            if error is not None and weight_grad is not None:
+                _add_product(weight_grad, error, rows)
+            del error  # before the logits of the next chunk
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nats, squares, of_heads)
@@ -168,7 +214,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = hidden_grad * grad.to(hidden_grad.dtype)
         if weight_grad is not None:
-            weight_grad = (weight_grad * grad).to(ctx.weight_dtype)
+            scaled = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
+            weight_grad = torch.mul(weight_grad, grad, out=scaled)  # one pass, rounded once
         return hidden_grad, weight_grad, None, None, None
 
 
@@ -177,7 +224,7 @@ def linear_losses(
     weight: Tensor,
     labels: Tensor,
     weights: LabelWeights = ALL_ALIKE,
-    part: VocabularyPart = WHOLE_VOCABULARY,
+    score: LabelScorer = score_labels,
 ) -> HeadLoss:
     """Loss of the labels under softmax(hidden @ weight.T), and sums of its parts, in one pass.
 
@@ -189,8 +236,8 @@ def linear_losses(
         weight: the head, [V, D], same type; with a part of the vocabulary only its rows.
         labels: next token of each position, [...], int64; -100 is ignored.
         weights: of the labels.
-        part: of the vocabulary that `weight` has. The caller sums the gradient of `hidden` over
-            the parts.
+        score: scores the labels of a chunk. With a part of the vocabulary it is `score_labels`,
+            told of it, and the caller sums the gradient of `hidden` over the parts.
     """
     if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores this
         hidden = hidden.detach()
@@ -203,7 +250,7 @@ def linear_losses(
         heads=weights.heads,
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return HeadLoss(*_LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), part, flat))
+    return HeadLoss(*_LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), score, flat))
 
 
 def linear_cross_entropy(

@@ -34,6 +34,7 @@ from cdrmix.objectives.language_model import (
     LabelWeights,
     VocabularyPart,
     linear_losses,
+    score_labels,
 )
 from cdrmix.parallel.exchange import (
     enter_region,
@@ -214,7 +215,8 @@ class VocabularyEmbedding(TokenEmbedding):
         part = VocabularyPart(self.first_id, lambda x: gather_rows(x.unsqueeze(0), self.topology))
         # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
-        return linear_losses(whole, self.weight, labels, weights, part)
+        score = partial(score_labels, part=part)
+        return linear_losses(whole, self.weight, labels, weights, score)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:

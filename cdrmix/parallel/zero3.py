@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.hf.model import Head
+from cdrmix.hf.model import Head, head_losses
 from cdrmix.models.backbone import Scorer, TokenEmbedding
 from cdrmix.models.mixer import Mixer
-from cdrmix.objectives.language_model import HeadLoss, LabelWeights, linear_losses
+from cdrmix.objectives.language_model import HeadLoss, LabelWeights
 from cdrmix.parallel.tensor import VocabularyEmbedding
 
 # (hidden states, weight of the head) -> logits or loss
@@ -56,7 +56,7 @@ class PartitionedEmbedding(TokenEmbedding):
 
     def losses(self, hidden: Tensor, labels: Tensor, weights: LabelWeights) -> HeadLoss:
         """Computes `next_token_losses` with the weight gathered."""
-        score = partial(linear_losses, labels=labels, weights=weights)
+        score = partial(head_losses, labels=labels, weights=weights)
         losses: HeadLoss = self.head(hidden, self, score)
         return losses
 
@@ -105,4 +105,4 @@ def next_token_losses(
     if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding | Head):
         return embedding.losses(hidden, labels, weights)
     assert isinstance(embedding, TokenEmbedding), "a model has one or the other"
-    return linear_losses(hidden, embedding.weight, labels, weights)
+    return head_losses(hidden, embedding.weight, labels, weights)

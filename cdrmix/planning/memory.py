@@ -44,8 +44,9 @@ from cdrmix.planning.muon import (
 from cdrmix.planning.plugins import optimizer_of, terms_of
 from cdrmix.planning.stages import boundary_values
 
-# Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
-LOGIT_POSITIONS = 1024
+# Bytes of a chunk of logits, and of one logit in it: as in objectives/language_model.py.
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+LOGIT_BYTES = 8
 # Allowances, not measured on a GPU yet: blocks that the caching allocator cannot reuse, as a share
 # of what is allocated and freed in each step, and CUDA context and communicators outside torch.
 FRAGMENTED_SHARE = 0.05
@@ -374,12 +375,11 @@ class MemoryModel:
         if self._of_muon:
             buffers["newton_schulz"] = self._newton_schulz(layout, stage, activations)
         if stage == degrees.pipeline - 1:
-            # a chunk of logits and its exponential in float32, and the head's gradient of a chunk
-            vocab = self.model.vocab_size // degrees.tensor
-            chunk = 8 * min(LOGIT_POSITIONS, tokens) * vocab
-            buffers["logits"] = chunk
+            # in the backward pass the scaled gradient of the head, when the logits are gone
+            buffers["logits"] = self.chunk_of_logits(tokens, degrees)
             if self.model.lora is None:
-                buffers["logits"] += self.head_gradient(degrees)
+                matrix = self.model.vocab_size // degrees.tensor * self.model.hidden_size
+                buffers["logits"] = max(buffers["logits"], size * matrix)
             if self.model.mtp is not None:  # what the head scores for all tokens ahead, stacked
                 stream = size * self.model.hidden_size
                 buffers["further_tokens"] = self.model.mtp.num_tokens * stream * tokens
@@ -492,8 +492,10 @@ class MemoryModel:
         blocks = (sum(of.values()) for key, of in self._parts.items() if isinstance(key, int))
         return self.element_bytes * max(blocks, default=0)
 
-    def head_gradient(self, degrees: Degrees) -> int:
-        """Bytes of the head's gradient of one chunk of logits; a frozen head has none."""
-        size = self.element_bytes
-        matrix = self.model.vocab_size // degrees.tensor * self.model.hidden_size
-        return matrix * (4 if size == 4 else 4 + size)
+    def chunk_of_logits(self, tokens: int, degrees: Degrees) -> int:
+        """Bytes of the logits that exist at a time, with their softmax and gradient.
+
+        They are of all `tokens`, or of as many as the budget of the device allows.
+        """
+        of_position = LOGIT_BYTES * (self.model.vocab_size // degrees.tensor)
+        return of_position * min(tokens, max(1, LOGITS_BYTES[self.device] // of_position))

@@ -202,7 +202,7 @@ class _Model:
         }
         if self._is_frozen:
             buffers["workspace"] -= self._memory.block_gradients(layout, stage)
-            buffers["logits"] -= self._memory.head_gradient(layout.degrees)
+            buffers["logits"] = self._memory.chunk_of_logits(self._window, layout.degrees)
         buffers |= self._memory.allowances(saved + sum(buffers.values()))
         return Memory(
             weights=size * (backbone + sizes.total_params),

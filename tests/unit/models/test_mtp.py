@@ -25,6 +25,7 @@ from cdrmix.engines.combination import (
 from cdrmix.engines.further_labels import FurtherLabels
 from cdrmix.engines.training_step import StepResult, train_step
 from cdrmix.errors import ConfigError
+from cdrmix.hf.model import head_losses
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.generate import generate
 from cdrmix.models.mtp import LinearHead
@@ -122,7 +123,7 @@ def test_a_linear_head_gives_the_trunk_no_gradient_at_first() -> None:
 def test_weights_of_zero_are_no_further_tokens_bit_by_bit(
     kind: str, objectives: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(language_model, "_CHUNK_POSITIONS", 20)  # not a divisor of 48
+    monkeypatch.setattr(language_model, "chunk_positions", lambda *_: 20)  # not a divisor of 48
     batch = packed_batch(KINDS[kind]["num_tokens"])
     kinds = torch.zeros_like(batch["labels"], dtype=torch.uint8)
     zeros = [0.0] * (KINDS[kind]["num_tokens"] - 1)
@@ -281,7 +282,7 @@ class Peak(TorchDispatchMode):
 def test_heads_take_no_memory_of_the_size_of_the_vocabulary(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(language_model, "_CHUNK_POSITIONS", 32)
+    monkeypatch.setattr(language_model, "chunk_positions", lambda *_: 32)
     peaks = {}
     for num_tokens in (1, 4):
         mtp = None if num_tokens == 1 else {"num_tokens": num_tokens}
@@ -481,7 +482,7 @@ def test_a_part_is_weighed_as_the_first_head_alone() -> None:
     further = FurtherLabels(model, targets, targets[..., 1:], [0.0] * 3, None)
     with torch.no_grad():
         found = further.losses(hidden, labels, weights)
-        alone = language_model.linear_losses(hidden, model.embedding.weight, labels, weights)
+        alone = head_losses(hidden, model.embedding.weight, labels, weights)
     assert torch.equal(found.loss, alone.loss)
     torch.testing.assert_close(found.nats[:3], alone.nats)
     torch.testing.assert_close(found.squares[:3], alone.squares)

@@ -1,21 +1,29 @@
 """Losses against their definitions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from cdrmix.objectives import language_model
 from cdrmix.objectives.language_model import (
     HeadLoss,
     LabelWeights,
     VocabularyPart,
     linear_cross_entropy,
     linear_losses,
+    score_labels,
     sum_weights,
 )
 from cdrmix.objectives.router import router_losses, router_monitors
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "chunk_positions", lambda *_: 1000)
 
 
 def test_linear_cross_entropy_equals_plain_cross_entropy_with_gradients() -> None:
@@ -126,12 +134,13 @@ def losses_over_parts(
         is_here = (local >= 0) & (local < len(half))
         score = logits.gather(1, local.clamp(0, len(half) - 1)) * is_here
         told.append(torch.stack([logits.logsumexp(-1, keepdim=True), score]))
-    chunks = torch.stack(told).split(1024, dim=2)
+    chunks = torch.stack(told).split(1000, dim=2)
     results = []
     for first, half in ((0, halves[0]), (len(halves[0]), halves[1])):
         coming = iter(chunks)
         part = VocabularyPart(first, lambda _, coming=coming: next(coming))
-        results.append(linear_losses(hidden, half, labels, weights, part))
+        score = partial(score_labels, part=part)
+        results.append(linear_losses(hidden, half, labels, weights, score))
     return results
 
 

@@ -91,8 +91,8 @@ def test_where_nothing_fits_the_reasons_say_what_is_missing(
     reasons = page.partition("\nwhy\n")[2].partition("\n\n")[0].splitlines()
     told = dict(reason.removeprefix("  - ").partition(": ")[::2] for reason in reasons)
     assert told["missing"] == (
-        "no layout fits, and the smallest of all, this one, takes 15.7 GiB too much for a device "
-        "(the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much for a host "
+        "no layout fits, and the smallest of all, this one, takes 15.6 GiB too much for a device "
+        "(the largest part of 86.8 GiB is gradients, 53.8 GiB) and 227.3 GiB too much for a host "
         "(all of the 1,937.3 GiB is offloaded states)"
     )
     assert told["micro batch 1"] == "a larger one takes more memory"
