@@ -124,7 +124,8 @@ def score_labels(
 
 def _sums(values: Tensor, worth: Tensor) -> Tensor:
     """Sums values [n] by their worth [n, S]; one that is infinite counts where it has a worth."""
-    return (values.unsqueeze(1) * worth).masked_fill_(worth == 0, 0.0).sum(0)
+    by_sum = worth.t().contiguous()  # rows, each summed in the order in which `nats` are
+    return (values * by_sum).masked_fill_(by_sum == 0, 0.0).sum(1)
 
 
 def _chunks(num_positions: int, heads: int, most: int) -> Iterator[tuple[int, slice]]:
