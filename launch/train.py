@@ -80,13 +80,16 @@ def main(arguments: list[str]) -> int:
             log.get_logger(__name__).info("%s", end)
             code = EXIT_DONE
             return code
+        device = device_kind()
+        if device == "cuda":
+            runtime.expand_segments()
         # On every rank, so that each ends by itself: not all launchers end the others. Before torch
         # is imported, which takes longer.
         check_start(
             config,
             world_size=runtime.environment_world_size(),
             profile=args.profile,
-            device=device_kind(),
+            device=device,
             run_dir=args.run_dir,
             resume=args.resume,
         )

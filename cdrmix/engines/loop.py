@@ -33,6 +33,7 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record
 from cdrmix.optimizers.average import keep_average
 from cdrmix.optimizers.muon import Muon
+from cdrmix.parallel.gradient_sums import add_without_copies
 from cdrmix.parallel.pipeline import Pipeline, name_phases
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
@@ -76,6 +77,7 @@ def start_engine(
             dist_init_required=False,
         )
     runtime.share_timeout()
+    add_without_copies(engine)
     if isinstance(made, Muon):
         join(engine, made, config)
     if isinstance(model, Pipeline):

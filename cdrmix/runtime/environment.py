@@ -25,6 +25,10 @@ _LAUNCHERS = (
 )
 
 
+# Settings of torch's allocator on GPUs; the first one that is set counts.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
 def map_environment() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables.
     Without an address, the ranks of mpirun agree on one over MPI; the ranks of srun take the first
@@ -141,6 +145,21 @@ def download_nothing() -> None:
     """Tells the packages of Hugging Face to stay offline, which ask when they are imported."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ.setdefault(name, "1")
+
+
+def expand_segments() -> None:
+    """Has torch's allocator on GPUs grow its segments, unless the user has settings for it.
+
+    Sizes that differ from step to step, as those of rows between expert ranks do, would leave holes
+    in segments of fixed size. Read when torch first asks a device for memory.
+    """
+    if allocator_settings() is None:
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def allocator_settings() -> str | None:
+    """Settings of torch's allocator on GPUs, the user's or those of `expand_segments`."""
+    return next((os.environ[name] for name in _ALLOCATOR if name in os.environ), None)
 
 
 def take_place(rank: int, world_size: int, port: int) -> None:

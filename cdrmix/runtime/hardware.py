@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 
 from cdrmix import __version__
 from cdrmix.errors import ConfigError
-from cdrmix.runtime.environment import local_rank, local_world_size
+from cdrmix.runtime.environment import allocator_settings, local_rank, local_world_size
 from cdrmix.runtime.host_memory import host_memory_gib
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
@@ -220,6 +220,7 @@ def describe_environment() -> dict[str, Any]:
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
+            "allocator": allocator_settings(),
             **({"rocm": torch.version.hip} if torch.version.hip else {}),
         }
     return facts

@@ -1,4 +1,4 @@
-"""Adds a bf16 gradient to its float32 sum where the backward pass makes it, and frees it there."""
+"""A bf16 gradient is added to its float32 sum where the backward pass makes it, and freed there."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ CASES = [
 ]
 
 
-def train_and_digest(case: Case, is_immediate: bool) -> Any:
+def train_and_digest(case: Case, form: str) -> Any:
     """Losses, gradient norms and the bytes of this rank's master weights."""
     import deepspeed
 
-    original = deepspeed.initialize
+    from cdrmix.engines import loop
+
+    original, ours = deepspeed.initialize, loop.add_without_copies
+    changed = []
 
     def started(*args: Any, **kwargs: Any) -> Any:
         settings = copy.deepcopy(kwargs["config"])
         assert settings["bf16"]["immediate_grad_update"]
-        settings["bf16"]["immediate_grad_update"] = is_immediate
+        settings["bf16"]["immediate_grad_update"] = form != "afterwards"
         return original(*args, **kwargs | {"config": settings})
 
     deepspeed.initialize = started
+    loop.add_without_copies = lambda engine: changed.append(form != "deepspeed" and ours(engine))
     losses, norms, masters, _ = train(case)
+    assert changed == [form == "ours"]
     return losses, norms, [(name, values.tobytes()) for name, _, _, values in masters]
 
 
 @pytest.mark.parametrize("case", CASES, ids=["one rank", "experts spread", "two stages"])
-def test_gradients_added_at_once_give_the_same_bits(case: Case) -> None:
-    at_once, afterwards = (
-        run_ranks(train_and_digest, case.world_size, case, is_immediate)
-        for is_immediate in (True, False)
+def test_gradients_added_at_once_and_as_they_are_give_the_same_bits(case: Case) -> None:
+    ours, deepspeeds, afterwards = (
+        run_ranks(train_and_digest, case.world_size, case, form)
+        for form in ("ours", "deepspeed", "afterwards")
     )
-    assert at_once == afterwards
+    assert ours == deepspeeds == afterwards

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from cdrmix import runtime
 from cdrmix.errors import ConfigError, DataError
+from cdrmix.runtime.environment import allocator_settings
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -106,6 +107,21 @@ def test_together_gives_the_result_and_raises_the_error() -> None:
     for way in (runtime.together, runtime.first_rank_does):
         with pytest.raises(DataError, match=r"^shard 3 is gone$"):
             way(fail)
+
+
+def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        for given in ("max_split_size_mb:64", ""):
+            monkeypatch.setattr(os, "environ", {name: given})
+            runtime.expand_segments()
+            assert os.environ == {name: given}
+    monkeypatch.setattr(os, "environ", {})
+    assert allocator_settings() is None
+    runtime.expand_segments()
+    assert os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_settings() == "expandable_segments:True"
 
 
 def test_every_name_is_found_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
