@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed
 
 from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.network import free_port, interface_towards
+from cdrmix.runtime.deferred_compiler import defer_compiler
 from cdrmix.runtime.environment import have_met, local_rank, map_environment
 from cdrmix.runtime.hardware import accelerator, check_deepspeed_agrees, device, use_cpu
 
@@ -34,6 +36,7 @@ class _GroupSettings:
 
 def import_deepspeed() -> Any:
     """Imports DeepSpeed quietly, on the accelerator of this run, without its shared-memory op."""
+    defer_compiler()  # before anything asks torch for it
     if use_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -49,14 +52,15 @@ def import_deepspeed() -> Any:
     finally:
         if is_first:
             del sys.modules["mlflow"]
-    import deepspeed.ops
     from deepspeed.runtime import compiler
     from deepspeed.utils import logger as deepspeed_logger
 
     # The shared-memory all-reduce of its CPU backend leaves 69 MB per rank in /dev/shm after every
     # run, a clean one too, and is compiled for two minutes first (0.19.8: ops/csrc/cpu/comm/shm.cpp
-    # unlinks only in a destructor). comm/torch.py asks this table before it builds the op.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # unlinks only in a destructor). The function that makes it, not the table of ops that it looks
+    # into: that is filled when it is first read, by trying to build each op, .5 s in every rank.
+    backend = import_module("deepspeed.comm.torch")  # its name there is torch's own
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
     # Every start looks for DeepSpeed's Muon optimizer, which is not used here. A decorator in it
     # imports all of torch.compile's backend, 1.9 s of CPU time in every rank (0.19.8:
     # runtime/zero/muon/original_muon.py), so it is imported once with a decorator that does nothing
