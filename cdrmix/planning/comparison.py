@@ -60,6 +60,7 @@ class Comparison:
                 "degrees": asdict(self.plan.stage_b.degrees),
                 "memory_per_rank_bytes": self.plan.stage_b.memory.to_json(),
                 "fits": self.plan.stage_b.fits,
+                "step_seconds": self.plan.stage_b.step_seconds,
             }
         return {
             "name": self.config.name,
@@ -192,7 +193,7 @@ def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _assumptions(cluster: Cluster) -> str:
-    """What the estimates of a cluster rest on."""
+    """Says on which figures the estimates of a cluster rest."""
     claim = ""
     if "published" in cluster.efficiency_source:  # as tests/unit/test_public_runs.py holds
         claim = (
@@ -340,7 +341,9 @@ def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
     yield name, f"{training.num_steps:,} steps, {run_time}"
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
         steps = compared.config.stage_b.training.num_steps
-        yield "Stage B", f"{steps:,} steps, which are not timed"
+        each = compared.plan.stage_b.step_seconds
+        took = f"{time_text(each)} each and {time_text(steps * each)} in all"
+        yield "Stage B", f"{steps:,} steps, {took} if all were of its joint phase"
     if explain:
         yield "its parts", _parts_text(cost)
     if cost.pipeline_bubble:

@@ -37,7 +37,7 @@ _AROUND_BLOCKS = 15
 
 
 class Kernels(NamedTuple):
-    """What kernels of some blocks do: bytes per token moved beside products, and their number."""
+    """Kernels of some blocks: bytes per token that they move beside products, and their number."""
 
     forward_bytes: float
     backward_bytes: float

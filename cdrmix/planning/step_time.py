@@ -24,7 +24,7 @@ LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 2e-5}
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a micro-step, or in some of its passes."""
+    """Work of one rank in a micro-step, or in some of its passes."""
 
     flops: float  # of matrix products, at the peak of the run's precision
     moved_bytes: float  # read and written by all other kernels

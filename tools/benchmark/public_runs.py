@@ -158,7 +158,7 @@ class Model:
         """Elements per token that kernels beside products move forward and backward, all layers."""
         halves = self.mixers() + self.mamba_layers + self.feed_forwards()
         around = (4, 4) if fused else (5, 6)  # of the stream: norm and residual sum
-        forward, backward = (halves * each * self.width for each in around)
+        forward, backward = (float(halves * each * self.width) for each in around)
         for number, (ahead, back) in self._parts(fused=fused):
             forward, backward = forward + number * ahead, backward + number * back
         return forward, backward
@@ -430,7 +430,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)  # nothing is measured
     arguments = parser.parse_args()
     record = read_record()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run, error in errors(record, record.runs, arguments.efficiency):
         measured = published(run, record)
         peak = PRESETS[record.devices[run.device]["preset"]].peak_flops["bf16"]

@@ -133,7 +133,7 @@ class RWKVBlock(BlockType):
         return super().workspace(setting) + recomputed
 
     def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
-        """What is between the products, counted operator by operator, and the op."""
+        """Pointwise maths between the products, operator by operator, and the op."""
         model = setting.model
         size, width = setting.element_bytes, model.hidden_size
         makes_v_first = not is_v_first_made(model, layer)
@@ -194,7 +194,7 @@ def time_mix_moved_fused(width: int, *, makes_v_first: bool = False) -> tuple[in
 
 
 def _moved_fused(setting: Setting, makes_v_first: bool) -> Moved:
-    """What is between the products; each tensor rank has the mixes in full."""
+    """Pointwise maths as fused kernels; each tensor rank has the mixes in full."""
     size, width = setting.element_bytes, setting.model.hidden_size
     forward, backward = time_mix_moved_fused(width, makes_v_first=makes_v_first)
     mixes, back = (size * each * width for each in _FUSED_MIXES)
@@ -206,6 +206,8 @@ def _moved_fused(setting: Setting, makes_v_first: bool) -> Moved:
 def moved_by_op(setting: Setting) -> Moved:
     """Memory traffic of the WKV-7 op by its implementation, its inputs and output included."""
     width = setting.model.hidden_size
+    forward: float
+    backward: float
     forward, backward = _FLA_MOVED
     kernels = _FLA_KERNELS
     if setting.wkv == "cpp":  # inputs, y, S a and the states once in each pass, and gradients
