@@ -41,7 +41,7 @@ HOST_PARAMS_PER_SECOND = 1e9
 # in each pass: they are put in the order of the experts, and back.
 _SORTED_ROWS = 4
 # Kernels that add a parameter's gradient to its sum.
-_KERNELS_OF_SUM = 2
+_KERNELS_OF_SUM = 1
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ from cdrmix.planning.blocks.feed_forward import moved_by_feed_forward
 from cdrmix.planning.depth import share_of_tokens
 from cdrmix.planning.folder_activations import FolderActivations
 from cdrmix.planning.layout import Degrees
+from cdrmix.planning.memory import LOGIT_BYTES, LOGITS_BYTES
 
-# Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
-_LOSS_POSITIONS = 1024
 # Kernels of a chunk of the loss, both passes.
-_LOSS_KERNELS = 35
+_LOSS_KERNELS = 37
 # Streams that lookup and two norms move, forward and backward.
 _AROUND_BLOCKS = 15
 
@@ -88,7 +87,9 @@ class MovedBytes:
         mtp = self._model.mtp
         heads = 1 if mtp is None else mtp.num_tokens
         loss = loss_bytes(self._model, tokens, self._size) / degrees.tensor
-        kernels: float = heads * _LOSS_KERNELS * -(-tokens // _LOSS_POSITIONS)
+        of_position = LOGIT_BYTES * self._model.vocab_size // degrees.tensor
+        positions = max(1, LOGITS_BYTES[self._activations.device] // of_position)
+        kernels: float = heads * _LOSS_KERNELS * -(-tokens // positions)
         around = _AROUND_BLOCKS * self._size * self._model.hidden_size * tokens
         total = heads * loss + around
         if mtp is not None and mtp.has_blocks:
@@ -130,13 +131,10 @@ def _around_half(setting: Setting) -> Moved:
 def loss_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> float:
     """Bytes that the loss of a micro-batch moves beside its products, on one rank.
 
-    Logits and their gradient are passed over about ten times, in float32; each chunk of positions
-    adds to the gradient of the head in float32, which is scaled once at the end.
+    Softmax, largest logit and gradient pass over the logits in float32; the head's gradient is
+    summed inside its product, and scaled once at the end.
     """
     vocab, width = model.vocab_size, model.hidden_size
-    is_half = element_bytes < FLOAT32_BYTES
-    passes = 28 + (12 if is_half else 0)  # bytes for each score
-    sums = 18 if is_half else 12  # bytes for each weight and chunk, and once more
-    chunks = -(-tokens // _LOSS_POSITIONS)
-    of_weight = sums * (chunks + 1) * vocab * width
-    return passes * vocab * tokens + of_weight + 9 * element_bytes * width * tokens
+    of_score, of_weight = (24, 14) if element_bytes < FLOAT32_BYTES else (28, 20)
+    scores = of_score * vocab * tokens
+    return scores + of_weight * vocab * width + 2 * element_bytes * width * tokens

@@ -1,8 +1,8 @@
 """Bytes that DeepSpeed 0.19.8 reads and writes for gradients and optimizer on a rank.
 
 Read off runtime/bf16_optimizer.py and runtime/zero/stage_1_and_2.py, operation by operation; a
-tensor counts each time that it is read or written. tests/unit/planning/test_state_traffic.py counts
-those of BF16_Optimizer on a CPU.
+tensor counts each time that it is read or written. tests/parity/test_moved_bytes.py counts the sum
+of BF16_Optimizer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ def accumulation_bytes(layout: Layout, held: Mapping[Group, int], *, element_byt
 
     `held` are the elements of each optimizer group on the rank.
 
-    ZeRO-1 in bf16 is BF16_Optimizer with `immediate_grad_update`: each gradient is cast to float32
-    (2 + 4 bytes) and added (4 + 4 + 4). In other types torch adds it in place. Under ZeRO-2 and
-    ZeRO-3 it is copied into a bucket and scaled there; the rank's share of it is added in float32.
+    ZeRO-1 in bf16 is BF16_Optimizer, to whose float32 sum each gradient is added as it is
+    (parallel/gradient_sums.py): 2 + 4 + 4 bytes. In other types torch adds it in place. Under
+    ZeRO-2 and ZeRO-3 it is copied into a bucket and scaled there; the rank's share of it is cast to
+    float32 and added.
     """
     all_held = sum(held.values())
     size = element_bytes
-    cast_and_added = (size + _FLOAT32 if size < _FLOAT32 else 0) + 3 * _FLOAT32
     if layout.zero_stage == 1:
-        return all_held * (cast_and_added if size < _FLOAT32 else 3 * size)
+        return all_held * (size + 2 * _FLOAT32 if size < _FLOAT32 else 3 * size)
+    cast_and_added = (size + _FLOAT32 if size < _FLOAT32 else 0) + 3 * _FLOAT32
     shared = _shared(layout, held)
     return all_held * 4 * size + shared * (2 * size + cast_and_added)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import BLOCK_TYPES, ModelConfig
+from cdrmix.parallel.gradient_sums import add_without_copies
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.blocks.block_type import Moved, Setting, block_type
 from cdrmix.planning.blocks.rwkv import moved_by_op
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.moved import block_moved, loss_bytes
 from cdrmix.planning.state_traffic import accumulation_bytes
 from tools.benchmark.count_bytes import Kernels, count_block, count_loss, counting
@@ -112,17 +112,18 @@ def test_the_loss_moves_what_is_told(precision: str, vocab: int) -> None:
     assert loss_bytes(model, TOKENS, dtype.itemsize) == pytest.approx(bytes_moved, rel=0.01)
 
 
-def test_bf16_optimizer_sums_gradients_with_the_bytes_that_are_told() -> None:
-    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+def test_gradients_are_summed_with_the_bytes_that_are_told() -> None:
+    weight = torch.nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer: Any = SimpleNamespace(
-        autoep_folding_tp_group=None,
+        immediate_grad_update=True,
         fp32_groups_gradients=[[torch.zeros(64, 32)]],
         fp32_groups_has_gradients=[[False]],
     )
+    assert add_without_copies(SimpleNamespace(optimizer=optimizer))
     with counting() as kernels:
-        BF16_Optimizer._update_hp_grad(optimizer, weight, 0, 0, clear_lp_grads=False)
+        optimizer.accumulate_hp_grads_and_remove_lp(weight, 0, 0)
     layout = Layout(Degrees(), 1, 1, 1, "none")
-    held = {"matrices": weight.numel()}
-    told = accumulation_bytes(layout, held, element_bytes=2)  # type: ignore[arg-type]
-    assert told == kernels.total(products=False)[1] == 18 * weight.numel()
+    held: dict[Group, int] = {"matrices": weight.numel()}
+    told = accumulation_bytes(layout, held, element_bytes=2)
+    assert told == kernels.total(products=False)[1] == 10 * weight.numel()

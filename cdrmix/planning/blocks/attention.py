@@ -73,7 +73,7 @@ class AttentionBlock(BlockType):
         return Moved(
             PerToken(0, size * (12 * width + 12 * kv_width)),
             PerToken(size * 6 * width, size * (13 * width + 14 * kv_width)),
-            27,
+            20,
             22,
         )
 
