@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cdrmix.errors import PlanError
 
@@ -22,6 +22,10 @@ class Cluster:
     memory_gib: float  # memory of one device as torch reports it (GiB)
     intra_bandwidth: float  # within a node, per device and direction (bytes per second)
     inter_bandwidth: float  # between nodes, per device and direction (bytes per second)
+    memory_bandwidth: float  # of a device's memory, by its data sheet (bytes per second)
+    # share of the peak that matrix products reach over a whole step (planning/step_time.py)
+    efficiency: float
+    efficiency_source: str  # where that figure comes from, in words
     # dense matrix products by precision, sums in float32 (FLOP per second)
     peak_flops: dict[str, float]
     host_memory_gib: float  # host memory of one node, for offloading and copies (GiB)
@@ -41,10 +45,27 @@ class Cluster:
         return f"{self.nodes} x {self.gpus_per_node} {self.name} ({self.memory_gib:g} GiB)"
 
 
+class _Efficiency(NamedTuple):
+    """Share of the peak that matrix products reach over a whole step."""
+
+    share: float
+    source: str  # where it comes from, in words
+
+
+# tools/benchmark/public_runs.py says which runs the first two are fitted on, and holds the errors
+# of the others.
+_A100 = _Efficiency(0.66, "fitted on published runs on A100")
+_HOPPER = _Efficiency(0.49, "fitted on published runs on H100")
+_UNKNOWN = _Efficiency(0.49, "assumed as of an H100, as it is held to no run")
+_CPU = _Efficiency(0.74, "fitted on two steps of one core, within 3 % of both")
+
+
 def _preset(
     name: str,
     memory_gib: float,
     *,
+    memory: float,
+    efficiency: _Efficiency,
     intra: float,
     inter: float,
     half: float,
@@ -52,10 +73,24 @@ def _preset(
     host: float,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Cluster:
-    """Builds a node of eight devices; bandwidths in GB/s, peaks in TFLOP/s."""
+    """Builds a node of eight devices; bandwidths of memory and links in GB/s, peaks in TFLOP/s."""
     flops = {"bf16": half * 1e12, "fp16": half * 1e12, "fp32": single * 1e12}
     source = f"assumed as in the preset {name}; --host-memory-gib M gives another"
-    return Cluster(name, device, 1, 8, memory_gib, intra * 1e9, inter * 1e9, flops, host, source)
+    return Cluster(
+        name=name,
+        device=device,
+        nodes=1,
+        gpus_per_node=8,
+        memory_gib=memory_gib,
+        intra_bandwidth=intra * 1e9,
+        inter_bandwidth=inter * 1e9,
+        memory_bandwidth=memory * 1e9,
+        efficiency=efficiency.share,
+        efficiency_source=efficiency.source,
+        peak_flops=flops,
+        host_memory_gib=host,
+        host_memory_source=source,
+    )
 
 
 # Peaks are those of dense matrix products in the vendor's data sheet. float32 is true float32:
@@ -64,29 +99,102 @@ def _preset(
 PRESETS: dict[str, Cluster] = {
     preset.name: preset
     for preset in (
-        # NVIDIA A100 80GB SXM data sheet: 312 and 19.5 TFLOP/s, NVLink 600 GB/s both ways. DGX
-        # A100: one 200 Gb/s adapter a GPU, 2 TB of host memory. torch: 79.15 to 79.33 GiB.
-        _preset("a100-80", 79.1, intra=300, inter=25, half=312, single=19.5, host=1900),
-        # NVIDIA H100 SXM data sheet: 989 (1,979 with sparsity) and 67 TFLOP/s, NVLink 900 GB/s both
-        # ways. DGX H100: one 400 Gb/s adapter a GPU, 2 TB. torch: 79.1 to 79.3 GiB.
-        _preset("h100-80", 79.1, intra=450, inter=50, half=989, single=67, host=1900),
-        # NVIDIA H200 SXM data sheet: compute and NVLink of the H100, 141 GB. DGX H200: network and
-        # host of the DGX H100. torch: about 139.7 GiB.
-        _preset("h200-141", 139.7, intra=450, inter=50, half=989, single=67, host=1900),
+        # NVIDIA A100 80GB SXM data sheet: 312 and 19.5 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both
+        # ways. DGX A100: one 200 Gb/s adapter a GPU, 2 TB of host memory. torch: 79.15 to 79.3 GiB.
+        _preset(
+            "a100-80",
+            79.1,
+            memory=2039,
+            efficiency=_A100,
+            intra=300,
+            inter=25,
+            half=312,
+            single=19.5,
+            host=1900,
+        ),
+        # NVIDIA H100 SXM data sheet: 989 (1,979 with sparsity) and 67 TFLOP/s, 3.35 TB/s, NVLink
+        # 900 GB/s both ways. DGX H100: one 400 Gb/s adapter a GPU, 2 TB. torch: 79.1 to 79.3 GiB.
+        _preset(
+            "h100-80",
+            79.1,
+            memory=3350,
+            efficiency=_HOPPER,
+            intra=450,
+            inter=50,
+            half=989,
+            single=67,
+            host=1900,
+        ),
+        # NVIDIA H200 SXM data sheet: compute and NVLink of the H100, 141 GB at 4.8 TB/s. DGX H200:
+        # network and host of the DGX H100. torch: about 139.7 GiB.
+        _preset(
+            "h200-141",
+            139.7,
+            memory=4800,
+            efficiency=_HOPPER,
+            intra=450,
+            inter=50,
+            half=989,
+            single=67,
+            host=1900,
+        ),
         # AMD MI300X data sheet: 1,307 and 163.4 TFLOP/s, Infinity Fabric 896 GB/s both ways over
-        # seven links, 192 GB. Azure ND MI300X v5: one 400 Gb/s adapter a GPU, 1,850 GiB of host.
-        _preset("mi300x-192", 191.5, intra=448, inter=50, half=1307, single=163.4, host=1850),
-        # AMD MI250X data sheet: 383 and 95.7 TFLOP/s and 128 GB for two dies, each a device of its
-        # own. Frontier's user guide: eight of 64 GB a node, 50 to 200 GB/s between them, four 200
-        # Gb/s adapters and 512 GB of host memory. torch: 63.98 GiB.
-        _preset("mi250x-64", 63.9, intra=50, inter=12.5, half=191.5, single=47.8, host=480),
+        # seven links, 192 GB at 5.3 TB/s. Azure ND MI300X v5: one 400 Gb/s adapter a GPU, 1,850 GiB
+        # of host.
+        _preset(
+            "mi300x-192",
+            191.5,
+            memory=5300,
+            efficiency=_UNKNOWN,
+            intra=448,
+            inter=50,
+            half=1307,
+            single=163.4,
+            host=1850,
+        ),
+        # AMD MI250X data sheet: 383 and 95.7 TFLOP/s and 128 GB at 3,277 GB/s for two dies, each a
+        # device of its own. Frontier's user guide: eight of 64 GB a node, 50 to 200 GB/s between
+        # them, four 200 Gb/s adapters and 512 GB of host memory. torch: 63.98 GiB.
+        _preset(
+            "mi250x-64",
+            63.9,
+            memory=1638,
+            efficiency=_UNKNOWN,
+            intra=50,
+            inter=12.5,
+            half=191.5,
+            single=47.8,
+            host=480,
+        ),
         # NVIDIA Ada whitepaper, GeForce RTX 4090: 165.2 TFLOP/s with sums in float32, 82.6 without
-        # tensor cores. PCIe 4.0 x16, 32 GB/s each way, and no peer-to-peer: half of it is assumed,
-        # as are 100 Gb/s and 256 GB a node. torch: 23.64 GiB.
-        _preset("rtx4090-24", 23.6, intra=16, inter=1.5, half=165, single=82.6, host=240),
+        # tensor cores; 1,008 GB/s. PCIe 4.0 x16, 32 GB/s each way, and no peer-to-peer: half of it
+        # is assumed, as are 100 Gb/s and 256 GB a node. torch: 23.64 GiB.
+        _preset(
+            "rtx4090-24",
+            23.6,
+            memory=1008,
+            efficiency=_UNKNOWN,
+            intra=16,
+            inter=1.5,
+            half=165,
+            single=82.6,
+            host=240,
+        ),
         # One core with AVX2, gloo over loopback and 10 Gb/s Ethernet: 80 GFLOP/s measured in
-        # float32 and 1.2 in bf16 (planning/rules.py); memory of a small virtual machine, assumed.
-        _preset("cpu", 8, intra=2, inter=0.15, half=0.0012, single=0.08, host=16, device="cpu"),
+        # float32 and 1.2 in bf16 (planning/rules.py), 20 GB/s in pointwise passes over tensors of a
+        # few MB; memory of a small virtual machine, assumed.
+        _preset(
+            "cpu",
+            8,
+            memory=20,
+            efficiency=_CPU,
+            intra=2,
+            inter=0.15,
+            half=0.0012,
+            single=0.08,
+            host=16,
+            device="cpu",
+        ),
     )
 }
 
@@ -128,6 +236,11 @@ def make_cluster(
     if problems:
         raise PlanError("\n".join(problems))
     preset = PRESETS[gpu] if gpu is not None else _like(gpu_memory_gib or 0)
+    if not preset.memory_bandwidth > 0:
+        raise PlanError(
+            f"--gpu {preset.name}: the preset has no memory bandwidth, without which no time can "
+            "be estimated. Give it the data sheet's in planning/cluster.py, or take another preset"
+        )
     cluster = replace(preset, nodes=nodes, gpus_per_node=gpus_per_node)
     if gpu_memory_gib is not None:
         as_fast = f"devices assumed as fast as {preset.name}"

@@ -1,44 +1,47 @@
-"""Time of a step: FLOPs, communication between ranks, pipeline bubble.
+"""Time of a step: products, memory traffic, launches, communication, pipeline bubble.
 
-The estimate orders layouts; with the three assumed numbers below it does not predict tokens per
-second. Bytes are the payloads that a rank passes to collectives, times those of ring algorithms.
-Nothing overlaps: the shipped DeepSpeed profiles do not enable it.
+Each part follows from a count: FLOPs of the model (`counts`), bytes that kernels beside products
+move (`moved`), bytes of gradients and optimizer (`state_traffic`), payloads of collectives
+(`communication`). `step_time` turns them into seconds. Communication does not overlap computation:
+the shipped DeepSpeed profiles do not enable it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.communication import Communication
 from cdrmix.planning.counts import (
     attended_tokens,
     count,
     flops_above_layers,
     forward_flops_by_layer,
     parameters,
-    trained_params,
 )
-from cdrmix.planning.depth import share_of_tokens
-from cdrmix.planning.layout import Degrees, Group, Layout
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.muon import muon_matrices, newton_schulz_flops_per_step
+from cdrmix.planning.moved import MovedBytes
+from cdrmix.planning.muon import newton_schulz_flops_per_step
 from cdrmix.planning.plugins import terms_of
+from cdrmix.planning.state_traffic import accumulation_bytes, optimizer_bytes
+from cdrmix.planning.step_time import (
+    LAUNCH_SECONDS,
+    Work,
+    memory_seconds,
+    pipeline_seconds,
+    product_seconds,
+    seconds_of,
+)
 
-# Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
-# been measured yet; tools/benchmark/step.py finds about this on a CPU core.
-KERNEL_EFFICIENCY = 0.5
-# Fixed time of a block in a micro-step, which makes a larger micro-batch faster. CUDA: about a
-# hundred kernels launched forward and twice as many backward, assumed. CPU: one core takes 582 ms
-# for cdrmix-core-tiny's eight samples one by one and 410 ms at once (median of 6).
-LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 6e-3}
 # DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
 HOST_PARAMS_PER_SECOND = 1e9
-
-
-# Communication of a rank in one step by purpose: payload (bytes), time (seconds).
-_Traffic = dict[str, tuple[int, float]]
+# Times that expert parallelism reads or writes the routed rows on the device beside the exchange,
+# in each pass: they are put in the order of the experts, and back.
+_SORTED_ROWS = 4
+# Kernels that add a parameter's gradient to its sum.
+_KERNELS_OF_SUM = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ class Cost:
     newton_schulz_flops_per_step: int  # of Muon, all ranks; 0 without
     newton_schulz_ratio: float  # of those to the FLOPs of the model
     compute_seconds: float  # of the busiest stage over all micro-steps, recomputation included
+    # of it: matrix products, what other kernels move, and DeepSpeed's sum of gradients
+    product_seconds: float
+    memory_seconds: float
+    accumulation_seconds: float
+    # in which the host starts the kernels of these micro-steps: on GPUs hidden if it is shorter
+    launch_seconds: float
+    optimizer_seconds: float  # end of a step: norm, clipping, update
     communication_bytes: dict[str, int]  # payload by purpose, of the busiest rank
     communication_seconds: dict[str, float]  # time by purpose, of the busiest rank
     pipeline_bubble: float  # share of the step in which a pipeline stage is idle
@@ -92,10 +102,11 @@ class CostModel:
         self.model = config.model
         self.training = config.training
         self.size = memory.element_bytes
+        self.communication = Communication(memory, cluster)
+        self.moved = MovedBytes(memory.activations)
         length = attended_tokens(config)
         self.layer_flops = forward_flops_by_layer(self.model, length)
         self.counts = count(self.model, length)
-        self.trained_params = trained_params(self.model)
         self.flops_above = flops_above_layers(self.model, length)
         forward = sum(self.layer_flops) + self.flops_above
         # of a forward and a backward pass in forward passes: 3, and less where matrices are frozen
@@ -103,218 +114,102 @@ class CostModel:
         self.flops_above += sum(
             int(term.flops_per_token(self.model)) for _, term in terms_of(config.objectives)
         )
-        self.muon_elements = muon_matrices(config)[1]
         self.newton_schulz = newton_schulz_flops_per_step(config)
         self.peak = cluster.peak_flops[self.training.precision]
-        self.partial_gradients = [0] * self.model.num_layers  # elements by layer
-        for p in parameters(self.model):
-            if p.layer is not None and p.is_partial:
-                self.partial_gradients[p.layer] += p.num_elements
+        self.num_tensors = sum(p.is_trained for p in parameters(self.model))
 
     def estimate(self, layout: Layout) -> Cost:
         """Time of one step."""
         steps = layout.gradient_accumulation_steps
-        degrees = layout.degrees
-        pipeline = degrees.pipeline
-        # Seconds of a micro-step on the busiest stage, which the others wait for.
-        stages = self.memory.stages(pipeline)
-        forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
-        if degrees.sequence > 1:
-            for stage, layers in enumerate(stages):
-                forward[stage] += self._flops_of_passed_states(layers, degrees)
-        forward[-1] += self.flops_above
-        passes = self.passes + (1 if layout.recomputes_blocks else 0)
-        flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
-        launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
-        launches *= self.activations.spans(layout)[0]
-        compute = flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
-        traffic = self._per_micro_step(layout)
-        passing = sum(seconds for _, seconds in traffic.values()) / steps
-        traffic |= self._gradients_and_weights(layout)
-        once = sum(seconds for _, seconds in traffic.values()) - passing * steps
-        if layout.offloads_optimizer:
-            shared = sum(self._held_by_fullest(degrees).values()) / degrees.data
-            once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
-        # of Muon's matrices each is orthogonalised on one rank, and they are shared out evenly
-        ranks = self.cluster.world_size
-        once += self.newton_schulz / (ranks * self.peak * KERNEL_EFFICIENCY)
-        # the last stage starts after pipeline - 1 micro-steps of the others
-        seconds = (compute + passing) * (steps + pipeline - 1) + once
+        pipeline = layout.degrees.pipeline
+        cluster = self.cluster
+        work, summing = self._of_busiest_stage(layout)
+        compute = seconds_of(work + summing, cluster, self.peak)
+        exchanged, passing, once = self.communication.of_step(layout)
+        optimizer = self._optimizer_seconds(layout)
+        seconds = pipeline_seconds(compute + passing, micro_steps=steps, stages=pipeline)
+        seconds += once + optimizer
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
+        flops = self.counts.train_flops_per_token
         return Cost(
-            flops_per_step=self.counts.train_flops_per_token * tokens,
+            flops_per_step=flops * tokens,
             newton_schulz_flops_per_step=self.newton_schulz,
-            newton_schulz_ratio=self.newton_schulz / (self.counts.train_flops_per_token * tokens),
+            newton_schulz_ratio=self.newton_schulz / (flops * tokens),
             compute_seconds=compute * steps,
-            communication_bytes={kind: payload for kind, (payload, _) in traffic.items()},
-            communication_seconds={kind: taken for kind, (_, taken) in traffic.items()},
+            product_seconds=product_seconds(work.flops, cluster, self.peak) * steps,
+            memory_seconds=memory_seconds(work.moved_bytes, cluster) * steps,
+            accumulation_seconds=memory_seconds(summing.moved_bytes, cluster) * steps,
+            launch_seconds=(work + summing).launches * LAUNCH_SECONDS[cluster.device] * steps,
+            optimizer_seconds=optimizer,
+            communication_bytes={kind: payload for kind, (payload, _) in exchanged.items()},
+            communication_seconds={kind: taken for kind, (_, taken) in exchanged.items()},
             pipeline_bubble=(pipeline - 1) / (steps + pipeline - 1),
             step_seconds=seconds,
             tokens_per_second=rate,
-            mfu=rate * self.counts.train_flops_per_token / (self.cluster.world_size * self.peak),
-            scaling_efficiency=compute * steps / seconds,
+            mfu=rate * flops / (cluster.world_size * self.peak),
+            scaling_efficiency=(compute * steps + optimizer) / seconds,
             days=self.training.num_steps * seconds / 86_400,
         )
 
-    def _bandwidth(self, ranks: int) -> float:
-        """Bandwidth of a group whose members are within `ranks` consecutive ranks."""
-        inside = ranks <= self.cluster.gpus_per_node
-        return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
-
-    def _per_micro_step(self, layout: Layout) -> _Traffic:
-        """Communication of blocks and stages in all micro-steps of a step."""
+    def _of_busiest_stage(self, layout: Layout) -> tuple[Work, Work]:
+        """Work of a micro-step on the stage that the others wait for, and the sum of gradients."""
         degrees = layout.degrees
-        steps = layout.gradient_accumulation_steps
-        again = 1 if layout.recomputes_blocks else 0
-        stream = self.activations.tokens(layout) * self.model.hidden_size * self.size
-        traffic: _Traffic = {}
+        stages = self.memory.stages(degrees.pipeline)
+        works = [
+            self._of_stage(layout, layers, is_last=layers.stop == self.model.num_layers)
+            for layers in stages
+        ]
+        work = max(works, key=lambda each: seconds_of(each, self.cluster, self.peak))
+        held = self.communication.held_by_fullest(degrees)
+        summed = accumulation_bytes(layout, held, element_bytes=self.size)
+        launches = _KERNELS_OF_SUM * self.num_tensors / degrees.pipeline
+        return work, Work(0, summed, launches)
 
-        def add(kind: str, payload: float, *, moved: float, ranks: int) -> None:
-            total = payload * steps
-            traffic[kind] = (int(total), total * moved / self._bandwidth(ranks))
+    def _of_stage(self, layout: Layout, layers: range, *, is_last: bool) -> Work:
+        """Work of a micro-step on a stage, without the sum of gradients.
 
-        tensor = degrees.tensor
-        expert = degrees.expert
-        sequence = degrees.sequence
-        if expert > 1:  # there and back, forward and backward
-            assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
-            rows = stream * self.model.moe.top_k / tensor
-            stages = self.memory.stages(degrees.pipeline)
-            layers = max(sum(map(self._share_to_experts, stage)) for stage in stages)
-            payload = layers * (4 + 2 * again) * rows
-            add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
-        if tensor > 1:
-            reduced, gathered = self._between_tensor_ranks(layout, stream)
-            # a ring all-reduce is a reduce-scatter and an all-gather: the payload moves twice
-            add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), ranks=tensor)
-            add("tensor_all_gather", gathered, moved=1 - 1 / tensor, ranks=tensor)
-        if sequence > 1:
-            moved = 1 - 1 / sequence
-            ranks = tensor * sequence
-            tokens_for_heads, halos, states = self._between_sequence_ranks(layout)
-            payload = (2 + again) * tokens_for_heads + halos
-            add("sequence_all_to_all", payload, moved=moved, ranks=ranks)
-            if states:
-                add("sequence_states_gathered", (1 + again) * states, moved=moved, ranks=ranks)
-                add("sequence_states_reduced", states, moved=moved, ranks=ranks)
-        if degrees.pipeline > 1:
-            # forward to the next stage, and as many bytes of gradients to the one before
-            payload = max(map(sum, pairwise(self.memory.boundaries(layout))))
-            add("pipeline_send", payload, moved=1, ranks=degrees.stage_ranks + 1)
-        return traffic
-
-    def _between_tensor_ranks(self, layout: Layout, stream: int) -> tuple[int, int]:
-        """Bytes of a micro-step that are summed, and gathered; `stream` is one residual stream.
-
-        The outputs of a mixer and of a dense feed-forward are summed forward, the gradients of
-        their inputs backward; of experts both are gathered from the ranks' parts. Recomputation of
-        a block stops before its last collective, whose result the backward pass does not read.
+        Recomputation runs forward passes of blocks once more, all of them or what is no product.
         """
-        stages = self.memory.stages(layout.degrees.pipeline)
-        layers = max(stages, key=len)
-        shares = sum(share_of_tokens(self.model, layer) for layer in layers)
-        ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
-        mixers = shares * (3 if layout.recomputes_blocks else 2)
-        of_experts = sum(map(self._share_to_experts, layers))
-        dense = shares - of_experts
-        partial = self.size * sum(self.partial_gradients[layer] for layer in layers)
-        # log total and label's score of each position, float32
-        scores = 8 * self.activations.tokens(layout) * layout.degrees.tensor
-        summed = (mixers + 2 * dense + ends) * stream + partial
-        return int(summed), int(2 * of_experts * stream + scores)
-
-    def _share_to_experts(self, layer: int) -> float:
-        """Share of the tokens that meet the experts of a layer; 0 where it has none."""
-        return self.model.has_experts(layer) * share_of_tokens(self.model, layer)
+        degrees = layout.degrees
+        tokens = self.activations.tokens(layout)
+        again = 1 if layout.recomputes else 0
+        flops = sum(self.layer_flops[layer] for layer in layers)
+        if degrees.sequence > 1:
+            flops += self._flops_of_passed_states(layers, degrees)
+        total = (self.passes + (1 if layout.recomputes_blocks else 0)) * flops
+        kernels = self.moved.of_layers(layers, degrees)
+        moved = tokens * ((1 + again) * kernels.forward_bytes + kernels.backward_bytes)
+        spans = self.activations.spans(layout)[0]
+        launches = spans * ((1 + again) * kernels.forward + kernels.backward)
+        if is_last:
+            total += self.passes * self.flops_above
+            outside, launched = self.moved.outside(degrees, tokens)
+            moved, launches = moved + outside, launches + launched
+        if degrees.expert > 1:
+            moved += (2 + again) * _SORTED_ROWS * self.communication.routed_bytes(layout, layers)
+        return Work(total * tokens / degrees.tensor, moved, launches)
 
     def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
         """Forward FLOPs per token of a stage by which states cross sequence ranks."""
-        activations = self._saved()
+        activations = self.activations
+        assert isinstance(activations, SavedActivations), "rules refuse Hugging Face models"
         return sum(
             activations.types[layer].state_form_flops(self.model)
             for layer in layers
             if activations.sequence_form(layer, degrees) == "state"
         )
 
-    def _saved(self) -> SavedActivations:
-        assert isinstance(self.activations, SavedActivations), "rules refuse Hugging Face models"
-        return self.activations
-
-    def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
-        """Bytes of the busiest stage in a micro-step: exchange of tokens for heads in a forward
-        pass, last tokens of the rank before (for shifts) in all passes, gathered states."""
+    def _optimizer_seconds(self, layout: Layout) -> float:
+        """Time of the end of a step: norm, clipping, update, and Muon's orthogonalisation."""
         degrees = layout.degrees
-        activations = self._saved()
-        tokens = activations.tokens(layout)
-        samples = layout.micro_batch_size
-        most = (0.0, 0.0, 0.0)
-        passes = 3 if layout.recomputes_blocks else 2
-        for layers in self.memory.stages(degrees.pipeline):
-            heads = halos = states = 0
-            for layer in layers:
-                kind = activations.types[layer]
-                if activations.sequence_form(layer, degrees) == "state":
-                    states += kind.states_bytes(self.model, samples, degrees.sequence) or 0
-                else:
-                    heads += kind.heads_bytes(self.model, tokens, self.size) or 0
-                halos += passes * samples * kind.halo_values(self.model) * self.size
-            most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
-        return most
-
-    def _gradients_and_weights(self, layout: Layout) -> _Traffic:
-        """Communication of gradients and weights.
-
-        DeepSpeed 0.19.8 all-reduces gradients in the type of the weights, under ZeRO-1 once a step,
-        under ZeRO-2 in each micro-step; updated weights are gathered once. Under ZeRO-3 each
-        micro-step gathers the weights and reduce-scatters the gradients; parameters that stay whole
-        are gathered once a step.
-        """
-        degrees = layout.degrees
-        if layout.zero_stage == 3:
-            if degrees.data == 1:
-                return {}
-            steps = layout.gradient_accumulation_steps
-            recompute = layout.recomputes_blocks
-            each_micro_step, once = self.memory.gathered_by_zero3(recompute=recompute)
-            payloads = {
-                "gradients_reduce_scatter": steps * self.size * self.trained_params,
-                "weights_all_gather": self.size * (steps * each_micro_step + once),
-            }
-            if self.muon_elements:  # in float32 to the ranks that orthogonalise them, and back
-                payloads["muon_all_to_all"] = 8 * self.muon_elements // degrees.data
-            share = (1 - 1 / degrees.data) / self._bandwidth(degrees.data)
-            return {kind: (payload, payload * share) for kind, payload in payloads.items()}
-        reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps
-        reduced = gathered = reducing = gathering = 0.0
-        bandwidth = self._bandwidth(degrees.stage_ranks)
-        for group, elements in self._held_by_fullest(degrees).items():
-            ranks = degrees.optimizer_ranks(group)
-            if ranks == 1:
-                continue
-            moved = self.size * elements * (1 - 1 / ranks) / bandwidth
-            reduced += reductions * self.size * elements
-            reducing += reductions * 2 * moved
-            gathered += self.size * elements
-            gathering += moved
-        traffic = {
-            "gradients_all_reduce": (int(reduced), reducing),
-            "weights_all_gather": (int(gathered), gathering),
-        }
-        if degrees.pipeline > 1:
-            # first and last stage sum the tied embedding's gradients, in float32, and after the
-            # step the last one receives the first one's weights
-            elements = self.model.vocab_size * self.model.hidden_size // degrees.tensor
-            bandwidth = self._bandwidth(degrees.world_size)
-            summed = 4 * elements
-            sent = self.size * elements
-            traffic["embedding_all_reduce"] = (summed, summed / bandwidth)
-            traffic["embedding_broadcast"] = (sent, sent / bandwidth)
-        return traffic
-
-    def _held_by_fullest(self, degrees: Degrees) -> dict[Group, int]:
-        """Elements of each group on the stage with most: the first, the last, or one with most
-        blocks."""
-        sizes = [len(stage) for stage in self.memory.stages(degrees.pipeline)]
-        stages = sorted({0, sizes.index(max(sizes)), len(sizes) - 1})
-        return max((self.memory.held(degrees, s) for s in stages), key=lambda h: sum(h.values()))
+        held = self.communication.held_by_fullest(degrees)
+        clips = self.training.gradient_clipping > 0
+        moved = optimizer_bytes(layout, held, element_bytes=self.size, clips=clips)
+        seconds = memory_seconds(moved, self.cluster)
+        if layout.offloads_optimizer:
+            shared = sum(held.values()) / degrees.data
+            seconds += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
+        # of Muon's matrices each is orthogonalised on one rank, and they are shared out evenly
+        each = self.newton_schulz / self.cluster.world_size
+        return seconds + product_seconds(each, self.cluster, self.peak)

@@ -82,6 +82,10 @@ class FolderActivations:
         around = 2 * self.element_bytes * self.model.hidden_size * self.tokens(layout)
         return int(max(blocks)) + around
 
+    def saved_per_token(self, layer: int) -> float:
+        """Bytes per token that a block saves, both halves with their norms."""
+        return self._blocks[layer]
+
     def between_blocks(self, layout: Layout) -> int:
         """Bytes of a micro-batch that stay of blocks that are recomputed: their inputs, and the
         statistics of their routing."""

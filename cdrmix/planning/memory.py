@@ -467,7 +467,7 @@ class MemoryModel:
         _, span = self.activations.spans(layout)
         setting = self.activations.setting
         feed_forward = feed_forward_workspace(setting)
-        mixer = max(kind.workspace(setting) for kind in self.activations.types)
+        mixer = max(kind.workspace(setting) for kind in set(self.activations.types))
         # with sequence ranks, a mixer is recomputed over all tokens of the rank
         mixed = span if degrees.sequence == 1 else tokens
         passing = max(feed_forward * span, mixer * mixed) // degrees.tensor

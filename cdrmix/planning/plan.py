@@ -27,6 +27,7 @@ class StageBLayout:
     degrees: Degrees  # data ranks for lessons, pipeline stages for the blocks of the backbone
     memory: Memory  # bytes on the fullest rank
     fits: bool  # True if `memory` is within the usable share of device and host
+    step_seconds: float  # estimated time of a step of the joint phase
     whole: Memory  # bytes on a rank that would hold the whole backbone
 
 

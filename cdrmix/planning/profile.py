@@ -152,10 +152,12 @@ def _reasons(
     if profile is not None:
         by_size = "--profile as given"
     elif plan.zero_stage != stage or plan.offloads_optimizer:
-        by_size = "takes less memory"
+        usual = [each for each in others if each.zero_stage == stage]
+        by_size = _unusual_reason(plan, f"ZeRO-{stage}", usual)
     expert, by_experts = zero.expert_degree(config, degrees)
     if degrees.expert != expert:
-        by_experts = "takes less memory"
+        usual = [each for each in others if each.degrees.expert == expert]
+        by_experts = _unusual_reason(plan, f"expert {expert}", usual)
     faster = _faster(plan, others)
     reasons = [training_reason(config, plan, cluster)] if config.model.kind == "hf" else []
     reasons += [
@@ -202,6 +204,18 @@ def _reasons(
     return reasons
 
 
+def _unusual_reason(plan: Plan, usual: str, plans: Sequence[Plan]) -> str:
+    """Says why a plan is not as usual for the size; `plans` are the others that are."""
+    fitting = [each for each in plans if each.fits and not each.missing]
+    fitting = [each for each in fitting if each.offloads_optimizer == plan.offloads_optimizer]
+    if not plan.fits or not fitting:
+        return "takes less memory"
+    best = max(each.estimates()[1].tokens_per_second for each in fitting)
+    if best < plan.estimates()[1].tokens_per_second:
+        return f"estimated faster than {usual}, whose best is {best:,.0f} tokens per second"
+    return f"as fast as {usual}, and simpler or smaller"
+
+
 def _faster(plan: Plan, others: Sequence[Plan]) -> list[Plan]:
     """Other plans that can run, fit, and are estimated faster; the fastest first."""
 
@@ -231,10 +245,11 @@ def _micro_batch_reason(plan: Plan, config: Config, faster: Sequence[Plan]) -> s
 def _speed_reason(plan: Plan, faster: Plan, config: Config, cluster: Cluster) -> str:
     """Names the rule of the search that puts a plan before one that is estimated faster."""
     rates = [each.estimates()[1].tokens_per_second for each in (plan, faster)]
-    of_size = list(zero.unusual(combination_of(faster, config, cluster)))
+    of_size = list(zero.unusual_axes(combination_of(faster, config, cluster)))
+    usual = not list(zero.unusual_axes(combination_of(plan, config, cluster)))
     if plan.saves_in_background and not faster.saves_in_background:
         why = "there, training would wait for each save: memory has no room for a checkpoint's copy"
-    elif of_size and zero.is_usual(combination_of(plan, config, cluster)):
+    elif of_size and usual:
         rules_of_size = "; ".join(of_size)
         why = f"what is usual for the size comes before an estimate of speed: {rules_of_size}"
     elif faster.offloads_optimizer and not plan.offloads_optimizer:

@@ -7,6 +7,7 @@ Legal combinations of degrees and profile follow from the configuration and the 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -25,8 +26,8 @@ LARGEST_TENSOR = 8
 LARGEST_PIPELINE = 32
 LARGEST_SEQUENCE = 8
 LARGEST_MICRO_BATCH = 16
-# Layouts whose speeds differ by a smaller factor are ordered by simplicity, then by memory.
-SPEED_STEP = 1.03
+# Speeds up to this factor below the best count as equal: simplicity decides, then memory.
+EQUAL_SPEED = 1.01
 
 
 def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Plan]:
@@ -40,9 +41,9 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
     legal = combinations(
         config, world_size=cluster.world_size, gpus_per_node=cluster.gpus_per_node, profile=profile
     )
-    ranked = []
+    groups: dict[tuple[bool | int, ...], list[Plan]] = defaultdict(list)
     for combination, missing in legal:
-        is_usual = zero.is_usual(combination)
+        has_usual_axes = next(zero.unusual_axes(combination), None) is None
         for layout in _layouts(combination):
             memory = memory_model.estimate(layout)
             # on CPUs, the ranks' memory is the host's
@@ -66,27 +67,40 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 has_memory_tier=has_memory_tier,
                 missing=missing,
             )
-            # Nearly equal speeds are equal here, and the simpler layout wins.
-            speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
-            cut = sum(getattr(layout.degrees, axis) > 1 for axis in AXES if axis != "data")
-            asked = layout.recomputes + layout.offloads_optimizer
-            complexity = cut + layout.zero_stage + asked
-            rank = (
+            comes_first = (
                 bool(missing),
                 not plan.fits,
-                0
-                if plan.fits
-                else memory.of_device(cluster),  # among those that do not fit, the smallest
+                # among those that do not fit, the smallest
+                0 if plan.fits else memory.of_device(cluster),
                 not plan.saves_in_background,  # there is room for a copy to write from
                 not plan.has_memory_tier,
-                not is_usual,
+                not has_usual_axes,
                 # the speed of a host's optimizer is assumed, so offloading is a last resort
                 layout.offloads_optimizer,
-                (-speed, complexity, memory.total),
             )
-            ranked.append((rank, plan))
-    # stable: among equal plans the first of the enumeration wins, which cuts least
-    return [plan for _, plan in sorted(ranked, key=lambda each: each[0])]
+            groups[comes_first].append(plan)
+    return [plan for key in sorted(groups) for plan in _fastest_first(groups[key])]
+
+
+def _fastest_first(plans: list[Plan]) -> list[Plan]:
+    """Orders plans by speed, the simplest or smallest of those that are about the fastest first.
+
+    Stable: among equal plans the first of the enumeration wins, which cuts least.
+    """
+
+    def speed(plan: Plan) -> float:
+        return plan.estimates()[1].tokens_per_second
+
+    about = max(map(speed, plans)) / EQUAL_SPEED
+
+    def rank(plan: Plan) -> tuple[bool, float, int, int]:
+        cut = sum(getattr(plan.degrees, axis) > 1 for axis in AXES if axis != "data")
+        complexity = cut + plan.zero_stage + plan.recomputes + plan.offloads_optimizer
+        is_about = speed(plan) >= about
+        order = 0.0 if is_about else -speed(plan)
+        return not is_about, order, complexity, plan.estimates()[0].total
+
+    return sorted(plans, key=rank)
 
 
 def combinations(

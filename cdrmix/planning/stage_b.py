@@ -13,6 +13,9 @@ Weights, gradients and optimizer are those of the trained parameters, the backbo
 it has a learning rate. Blocks are not recomputed. Activations are those of a trained backbone for
 the largest lesson: a frozen one saves less, its adapters about as much more
 (tests/parity/test_stage_b_memory.py).
+
+A step is timed as one of the joint phase, whose lessons are the largest that are learned from. How
+long the policy's episodes are depends on what the agent does, so they are not timed.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import GIB, Cluster, Memory
+from cdrmix.planning.cost import CostModel
 from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees, Layout
@@ -32,6 +36,7 @@ from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan, StageBLayout
 from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import boundary_values, stage_layers
+from cdrmix.planning.step_time import Work, memory_seconds, ring_bandwidth, seconds_of
 
 LARGEST_SEGMENT = 64  # tokens
 SEGMENTS_PER_WINDOW = 4
@@ -47,6 +52,8 @@ _WINDOWS_OF_TEXT = 4
 # Approximate tokens of a question, an answer and the marks around them.
 _QUESTION_TOKENS = 64
 _STATE_BYTES = 4  # fast weights are float32
+# Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
+_OPTIMIZER_BYTES = 46
 
 
 def segment_tokens(window_tokens: int) -> int:
@@ -101,6 +108,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
         degrees=Degrees(data=world // pipeline, pipeline=pipeline),
         memory=memory,
         fits=memory.fits(cluster, share=share),
+        step_seconds=model.step_seconds(pipeline),
         whole=memories[1] if 1 in memories else model.estimate(1),
     )
 
@@ -144,11 +152,17 @@ class _Model:
         segment = segment_tokens(self._window)
         texts = training.texts_per_lesson
         window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
-        plain = rows_of_text(texts) * row_tokens(self._window, config.training.sequence_length)
+        row = row_tokens(self._window, config.training.sequence_length)
+        plain = rows_of_text(texts) * row
+        # calls of the backbone: segments in turn, both windows at once, windows of a row in turn
+        self._calls = TRAINED_SEGMENTS + 1 + -(-row // self._window)
+        self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         self._tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
             self._tokens += plain + texts * DRILLS_PER_TASK * window
+            self._calls += 2
+            self._scored += plain
         one_window = config.training.model_copy(update={"sequence_length": self._window})
         # a lesson reads single texts, so there are no documents to separate
         data = config.data.model_copy(update={"segment_documents": False})
@@ -166,6 +180,30 @@ class _Model:
         self._params = Counter[int | None]()  # by block; None: outside the blocks
         for parameter in parameters(config.model):
             self._params[parameter.layer] += parameter.num_elements
+
+    def step_seconds(self, pipeline: int) -> float:
+        """Time of a step of the joint phase.
+
+        One stage of a pipeline computes while the others wait, so that a lesson takes the time of
+        the whole model on any number of them. A frozen backbone has no gradients of its matrices.
+        """
+        training = self._stage_b.training
+        cluster = self._cluster
+        cost = CostModel(self._memory, cluster)
+        passes = 2 if self._is_frozen else 3
+        flops = self._tokens * sum(cost.layer_flops) + self._scored * cost.flops_above
+        kernels = cost.moved.of_layers(range(self._model.num_layers), Degrees())
+        moved = self._tokens * (kernels.forward_bytes + kernels.backward_bytes)
+        outside, launches = cost.moved.outside(Degrees(), self._scored)
+        launches += self._calls * (kernels.forward + kernels.backward)
+        lesson = seconds_of(Work(passes * flops, moved + outside, launches), cluster, cost.peak)
+        data = cluster.world_size // pipeline
+        trained = stage_b_params(self._model, self._stage_b).total_params
+        trained += 0 if self._is_frozen else self._params.total()
+        exchanged = 2 * self._memory.element_bytes * trained * (1 - 1 / data)
+        once = exchanged / ring_bandwidth(cluster, data)
+        once += memory_seconds(_OPTIMIZER_BYTES * trained / data, cluster)
+        return -(-training.lessons_per_step // data) * lesson + once
 
     def estimate(self, pipeline: int) -> Memory:
         """Bytes on the fullest rank of a number of stages."""

@@ -1,9 +1,10 @@
 """Rules by model size: ZeRO stage, axes, experts, spans of recomputation.
 
-They keep the choice of a layout independent of the second digit of an estimate: below
-1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond (40B)
+Axes come before an estimate of speed: up to 5e10 parameters data and expert ranks; beyond (40B)
 tensor and pipeline parallelism with ZeRO-1, activation and sequence checkpointing; from 5e11 (200B)
-sequence and expert parallelism as well.
+sequence and expert parallelism as well. What is usual of the rest is where a search begins that
+nothing is known for: below 1e9 parameters ZeRO-1, beyond ZeRO-2, and experts on every rank that can
+hold them.
 """
 
 from __future__ import annotations
@@ -103,18 +104,11 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
     return degree, f"{size}, spread over groups of {degree} ranks that a node holds"
 
 
-def unusual(combination: Combination) -> Iterator[str]:
-    """Yields what is not as usual for the size, where the configuration leaves it open."""
+def unusual_axes(combination: Combination) -> Iterator[str]:
+    """Yields axes along which a model of another size is cut, where the configuration leaves them
+    open: the product's layouts of its sizes, which come before an estimate of speed."""
     config = combination.config
     degrees = combination.degrees
-    is_moe = config.model.has_deepspeed_experts
-    stage, by_size = zero_stage(config.model, degrees)
-    # ZeRO-3 is taken before tensor parallelism where ZeRO-2 does not fit
-    is_zero3 = combination.zero_stage == 3 and not is_moe and degrees.data > 1
-    if combination.zero_stage != stage and not is_zero3:
-        yield f"ZeRO-{stage} is usual here: {by_size}"
-    if combination.offloads("offload_optimizer"):
-        yield "an optimizer on the host is usual only where nothing else fits"
     total = params_by_part(config.model).total()
     from_params = {
         "tensor": STAGED_PARAMS,
@@ -123,7 +117,7 @@ def unusual(combination: Combination) -> Iterator[str]:
     }
     if config.model.kind == "hf":  # which has data ranks alone at any size
         from_params = {}
-    if is_moe and total >= SEQUENCED_PARAMS:
+    if config.model.has_deepspeed_experts and total >= SEQUENCED_PARAMS:
         from_params["expert"] = SEQUENCED_PARAMS
     for axis, least in from_params.items():
         degree = getattr(degrees, axis)
@@ -133,11 +127,3 @@ def unusual(combination: Combination) -> Iterator[str]:
             has = f"{total / 1e6:.3g}M" if total < LARGE_PARAMS else f"{total / 1e9:.3g}B"
             size = f"{least / 1e9:g}B"
             yield f"{told} is usual from {size} parameters on, and this model has {has}"
-    expert, by_experts = expert_degree(config, degrees)
-    if total < STAGED_PARAMS and degrees.expert != expert:
-        yield f"expert {expert} is usual here: {by_experts}"
-
-
-def is_usual(combination: Combination) -> bool:
-    """True if ZeRO stage and degrees are as usual for the size, where the configuration is open."""
-    return next(unusual(combination), None) is None

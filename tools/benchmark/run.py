@@ -35,6 +35,7 @@ from tools.benchmark.learn_rows import (
     system_rows,
 )
 from tools.benchmark.live import live_rows
+from tools.benchmark.public_runs import public_rows
 from tools.benchmark.trackers import tracker_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -396,6 +397,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "muon": ("Muon beside AdamW", muon_rows),
     "leak": ("Leaks over 2,000 steps", leak_rows),
     "memory": ("Memory against the plan", memory_rows),
+    "public_runs": ("The plan's time against published runs", public_rows),
     "start_up": ("Start-up", start_up_rows),
     "live": ("Live view", live_rows),
     "trackers": ("Trackers", tracker_rows),

@@ -8,6 +8,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.planning.blocks.block_type import (
     FLOAT32_BYTES,
     BlockType,
+    Moved,
     PerToken,
     SequenceForm,
     Setting,
@@ -55,6 +56,27 @@ class AttentionBlock(BlockType):
         """Cosine and sine of all positions."""
         return 0 if setting.is_gathered else _angle_bytes(setting)
 
+    def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
+        """Rotation of query and key, the attention kernel, and the sum of three inputs' gradients.
+
+        The kernel reads a sample's keys and values once: what it reads again is in its caches.
+        """
+        model = setting.model
+        size, width = setting.element_bytes, model.hidden_size
+        kv_width = model.num_kv_heads * model.head_dim
+        if setting.fuses_blocks:
+            forward, backward = attention_moved_fused(width, kv_width)
+            return Moved(
+                PerToken(0, size * forward), PerToken(size * 4 * width, size * backward), 6, 12
+            )
+        # as counted operator by operator: 12 D + 12 G forward, 13 D + 14 G backward
+        return Moved(
+            PerToken(0, size * (12 * width + 12 * kv_width)),
+            PerToken(size * 6 * width, size * (13 * width + 14 * kv_width)),
+            20,
+            22,
+        )
+
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Query, key, value there, mixed values back."""
         kv_width = model.num_kv_heads * model.head_dim
@@ -63,6 +85,16 @@ class AttentionBlock(BlockType):
 
 def _angle_bytes(setting: Setting) -> int:
     return 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
+
+
+def attention_moved_fused(query_width: int, kv_width: int) -> tuple[int, int]:
+    """Elements per token that attention moves forward and backward, where kernels are fused.
+
+    Forward the rotation reads and writes query and key, and the kernel reads query, key and value
+    and writes its output; backward it reads these five and the gradient, and writes three.
+    """
+    forward = 4 * query_width + 4 * kv_width
+    return forward, 6 * query_width + 6 * kv_width
 
 
 def segment_mask_bytes(setting: Setting, layout: Layout) -> int:

@@ -48,6 +48,25 @@ class PerToken:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Memory traffic of a part of a model on a GPU: bytes per token that its kernels read and
+    write, matrix products left out, and the number of all its kernels."""
+
+    forward: PerToken
+    backward: PerToken
+    forward_kernels: int
+    backward_kernels: int
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_kernels + other.forward_kernels,
+            self.backward_kernels + other.backward_kernels,
+        )
+
+
+@dataclass(frozen=True)
 class Setting:
     """Properties of a run, the same in every layout, that bytes of a block depend on."""
 
@@ -59,11 +78,28 @@ class Setting:
     segments_documents: bool  # True if documents in a sample are kept apart
     # True of tokens that are some of their sample, each row others; `sequence_length` counts them
     is_gathered: bool = False
+    # True where a compiler runs what lies between two products as one kernel
+    fuses_blocks: bool = False
 
     @property
     def fuses_pointwise(self) -> bool:
         """True where kernels of models/rwkv7_cpu.cpp and block_cpu.cpp run, saving their inputs."""
         return self.wkv == "cpp" and self.element_bytes == FLOAT32_BYTES
+
+
+# Bytes moved for each byte that is saved, where nothing else is known, and kernels. Of blocks that
+# tell, with dense feed-forwards: attention 3.4 and 4.1, RWKV-7 2.8 and 7.2.
+_FORWARD_OF_SAVED, _BACKWARD_OF_SAVED = 3.0, 5.0
+_KERNELS_OF_UNKNOWN = (50, 100)
+
+
+def moved_by_saved(saved: PerToken) -> Moved:
+    """Memory traffic estimated from the bytes that a part saves for its backward pass."""
+
+    def times(factor: float) -> PerToken:
+        return PerToken(factor * saved.whole, factor * saved.split)
+
+    return Moved(times(_FORWARD_OF_SAVED), times(_BACKWARD_OF_SAVED), *_KERNELS_OF_UNKNOWN)
 
 
 class BlockType(ABC):
@@ -117,6 +153,20 @@ class BlockType(ABC):
         """Bytes of a sample saved at the border of two recomputed spans, if a state is carried."""
         assert not self.carries_state, "a type that carries a state tells its size"
         return PerToken(0)
+
+    def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
+        """Memory traffic of the mixer, without the norm before it and the residual sum behind.
+
+        A type that does not tell moves what attention and RWKV-7 move for each byte that they save:
+        three forward, five backward.
+        """
+        saved = self.saved(setting, layer, form)
+        return moved_by_saved(saved)
+
+    def moved_by_shift(self, setting: Setting) -> Moved:
+        """Memory traffic of the shift before the feed-forward, of a type that has one."""
+        size = 2 * setting.element_bytes * setting.model.hidden_size
+        return moved_by_saved(PerToken(size))
 
     def workspace(self, setting: Setting) -> int:
         """Bytes per token of temporary gradients in the mixer's backward pass."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.planning.blocks.block_type import PerToken, Setting
+from cdrmix.planning.blocks.block_type import FLOAT32_BYTES, Moved, PerToken, Setting
 from cdrmix.planning.parameter import Parameter
 
 
@@ -59,6 +59,82 @@ def routed_row_bytes(setting: Setting) -> int:
     assert model.moe is not None, "a dense model has no router"
     inner = _inner_activations(model) * model.moe.expert_hidden_size
     return setting.element_bytes * (2 * model.hidden_size + inner)
+
+
+def moved_by_feed_forward(setting: Setting, layer: int) -> Moved:
+    """Memory traffic of a feed-forward, without norm, shift and residual sum.
+
+    tests/parity/test_moved_bytes.py holds the figures of the form that is not fused to a count of
+    its operators.
+    """
+    model = setting.model
+    is_gated = model.ffn_activation == "swiglu"
+    if setting.fuses_blocks:
+        # the activation reads its inputs and writes its output; backward it also reads and writes
+        # their gradients
+        forward, backward = activation_moved_fused(is_gated=is_gated)
+        kernels = (1, 1)
+    else:
+        forward, backward = 5, 20 if is_gated else 5
+        kernels = (3, 10) if is_gated else (2, 3)
+    products = len(linears(model))
+    kernels = (kernels[0] + products, kernels[1] + 2 * products)
+    size = setting.element_bytes
+    if not model.has_experts(layer):
+        inner = size * model.ffn_hidden_size
+        # two products give their input a gradient, which are summed
+        summed = 3 * size * model.hidden_size if is_gated and not setting.fuses_blocks else 0
+        return Moved(PerToken(0, forward * inner), PerToken(summed, backward * inner), *kernels)
+    routing = _moved_by_routing(setting)
+    moe = model.moe
+    assert moe is not None, "the section lists the layer"
+    inner = size * moe.top_k * moe.expert_hidden_size
+    own = Moved(PerToken(0, forward * inner), PerToken(0, backward * inner), *kernels)
+    return own + routing
+
+
+def activation_moved_fused(*, is_gated: bool) -> tuple[int, int]:
+    """Inner widths that an activation moves forward and backward as one kernel in each pass."""
+    return (3, 5) if is_gated else (2, 3)
+
+
+def routing_moved_fused(width: int, top_k: int) -> tuple[int, int]:
+    """Elements per token that routing moves forward and backward, where kernels are fused.
+
+    Forward the router reads the token, rows are gathered (one read, k written) and summed (k read,
+    one written); backward the gradient is spread over k rows, which are read for their weights, and
+    summed again.
+    """
+    return (3 + 2 * top_k) * width, (4 + 3 * top_k) * width
+
+
+def _moved_by_routing(setting: Setting) -> Moved:
+    """Memory traffic of router, gathering and weighted sum."""
+    model, size = setting.model, setting.element_bytes
+    moe = model.moe
+    assert moe is not None, "such a model has experts"
+    width, top_k, experts = model.hidden_size, moe.top_k, moe.num_experts
+    if setting.fuses_blocks:
+        forward, backward = routing_moved_fused(width, top_k)
+        return Moved(PerToken(0, size * forward), PerToken(0, size * backward), 20, 20)
+    # the router takes a float32 copy of its input, and gives its gradient back in the input's type
+    copied = (size + FLOAT32_BYTES) * width if size < FLOAT32_BYTES else 0
+    # rows of dropped choices are set to zero, once forward and once backward
+    dropping = 2 if moe.drop_tokens else 0
+    kept = 65 * top_k if moe.drop_tokens else 0  # bytes of indices and masks
+    rows = size * (7 + dropping) * top_k * width
+    forward_bytes = rows - size * width + copied + 29 * experts + 7 * top_k * experts
+    forward_bytes += 170 * top_k + kept
+    more = 3 if model.ffn_activation == "swiglu" else 0  # rows have a gradient of each product
+    rows = size * (13 + more + dropping) * top_k * width
+    backward_bytes = rows + copied + 84 * experts + 155 * top_k + kept
+    loops = 5 if moe.drop_tokens else 2  # kernels of each further choice
+    return Moved(
+        PerToken(0, forward_bytes),
+        PerToken(0, backward_bytes),
+        40 + loops * top_k,
+        30 + loops * top_k,
+    )
 
 
 def feed_forward_workspace(setting: Setting) -> int:

@@ -13,6 +13,7 @@ from cdrmix.config.model_parts import MambaConfig, RoutingMambaConfig
 from cdrmix.planning.blocks.block_type import (
     FLOAT32_BYTES,
     BlockType,
+    Moved,
     PerToken,
     SequenceForm,
     Setting,
@@ -113,6 +114,21 @@ class MambaBlock(BlockType):
         of_feature = window + FLOAT32_BYTES * sizes.state_size
         return PerToken(of_feature * sizes.expand * setting.model.hidden_size)
 
+    def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
+        """Convolution, splits and casts operator by operator, and the scan as one kernel."""
+        size, width = setting.element_bytes, setting.model.hidden_size
+        forward, backward = self._moved_inside(setting)
+        kernels = (25, 57) if size < FLOAT32_BYTES else (14, 46)
+        return Moved(PerToken(size * forward), PerToken(size * (backward + 3 * width)), *kernels)
+
+    def _moved_inside(self, setting: Setting) -> tuple[float, float]:
+        """Elements per token of the inner features that are moved, forward and backward."""
+        sizes = mamba_sizes(setting.model)
+        inner = sizes.expand * setting.model.hidden_size
+        # the convolution sums its taps in float32
+        forward, backward = (53, 145) if setting.element_bytes < FLOAT32_BYTES else (22, 76)
+        return forward * inner + 4 * sizes.state_size, backward * inner + 10 * sizes.state_size
+
     def workspace(self, setting: Setting) -> int:
         """Gradients of the four tensors that the scan reads, of its output and of the convolved."""
         model = setting.model
@@ -151,3 +167,13 @@ class RoutingMambaBlock(MambaBlock):
         rows = setting.element_bytes * sizes.top_k * (2 * width + inner)
         router = 4 * width + 8 * sizes.num_experts + 4 + 36 * sizes.top_k
         return PerToken(rows + router + self._saved_inside(setting))
+
+    def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
+        """As of Mamba; and router, sorting and sums of choices around three grouped products."""
+        size, width = setting.element_bytes, setting.model.hidden_size
+        chosen = self.router_sizes(setting.model).top_k
+        inner = mamba_sizes(setting.model).expand * width
+        forward, backward = self._moved_inside(setting)
+        forward += (7 * chosen + 2) * width + (12 * chosen - 6) * inner
+        backward += (15 * chosen + 4) * width + (9 * chosen - 3) * inner
+        return Moved(PerToken(size * forward), PerToken(size * backward), 70, 90)

@@ -16,6 +16,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.planning.blocks.block_type import (
     FLOAT32_BYTES,
     BlockType,
+    Moved,
     PerToken,
     SequenceForm,
     Setting,
@@ -29,6 +30,20 @@ CPP_TILE_TOKENS = 32
 # bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
 # four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
 _FLA_WORKSPACE = 32
+
+# Bytes per token and feature that fla's kernels move forward and backward, the recomputation of
+# their forward pass included: assumed. Their tensors, read once by each of the eight kernels, are
+# 318; as many bytes as take the published 62 ms of 8 x 4,096 tokens of 4,096 features on an H100
+# (github.com/johanwind/wind_rwkv, March 2025) are 1,400. Later versions are about twice as fast.
+_FLA_MOVED = (200, 600)
+_FLA_KERNELS = (6, 12)
+# Of the chunked form, products included, which are small and wait for memory: bytes for a head of
+# 0 features and for each more; and kernels for 1,024 tokens of a sample. Counted.
+_CHUNKED_MOVED = ((310, 1.47), (695, 4.4))
+_CHUNKED_KERNELS = (514, 1_107)
+_CHUNKED_TOKENS = 1_024
+# Streams that six mixes read and write forward and backward as one kernel.
+_FUSED_MIXES = (7, 8)
 
 
 class RWKVBlock(BlockType):
@@ -117,6 +132,38 @@ class RWKVBlock(BlockType):
         recomputed = _FLA_WORKSPACE * setting.model.hidden_size if setting.wkv == "fla" else 0
         return super().workspace(setting) + recomputed
 
+    def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:
+        """Pointwise maths between the products, operator by operator, and the op."""
+        model = setting.model
+        size, width = setting.element_bytes, model.hidden_size
+        makes_v_first = not is_v_first_made(model, layer)
+        if setting.fuses_blocks or setting.fuses_pointwise:
+            return _moved_fused(setting, makes_v_first) + moved_by_op(setting)
+        # elements of D: all, and those of token shift and mixes, which each tensor rank has in full
+        forward, backward = (81, 257) if size < FLOAT32_BYTES else (64, 219)
+        if makes_v_first:
+            forward, backward = forward - 8, backward - 24
+        ranks = model.low_rank_sizes()
+        low_rank = ranks.decay + ranks.gate
+        heads = model.num_heads
+        return moved_by_op(setting) + Moved(
+            PerToken(
+                size * 13 * width, size * ((forward - 13) * width + 10 * heads + 2 * low_rank)
+            ),
+            PerToken(
+                size * 87 * width, size * ((backward - 87) * width + 22 * heads + 3 * low_rank)
+            ),
+            45,
+            120,
+        )
+
+    def moved_by_shift(self, setting: Setting) -> Moved:
+        """Shift of the tokens before the feed-forward."""
+        size, width = setting.element_bytes, setting.model.hidden_size
+        if setting.fuses_blocks or setting.fuses_pointwise:
+            return Moved(PerToken(size * 2 * width), PerToken(size * 3 * width), 1, 1)
+        return Moved(PerToken(size * 8 * width), PerToken(size * 21 * width), 4, 10)
+
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
         """Six tensors in the type of the activations and the decay in float32."""
         return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)
@@ -132,6 +179,47 @@ class RWKVBlock(BlockType):
     def halo_values(self, model: ModelConfig) -> int:
         """The token before the first one, for both shifts."""
         return 2 * model.hidden_size
+
+
+def time_mix_moved_fused(width: int, *, makes_v_first: bool = False) -> tuple[int, int]:
+    """Elements per token that lie between the products, moved forward and backward, where one
+    kernel between two of them reads and writes them; the op is left out.
+
+    Forward: six mixes of one tensor; from k, v, v_first and three low-rank paths the six inputs of
+    the op; from y, r, k, v and gate the output. Backward each reads these and the gradients that
+    enter, and writes those that leave.
+    """
+    fewer = 3 if makes_v_first else 0  # v_first, its share, and the blend
+    return (_FUSED_MIXES[0] + 18 - fewer) * width, (_FUSED_MIXES[1] + 26 - fewer) * width
+
+
+def _moved_fused(setting: Setting, makes_v_first: bool) -> Moved:
+    """Pointwise maths as fused kernels; each tensor rank has the mixes in full."""
+    size, width = setting.element_bytes, setting.model.hidden_size
+    forward, backward = time_mix_moved_fused(width, makes_v_first=makes_v_first)
+    mixes, back = (size * each * width for each in _FUSED_MIXES)
+    return Moved(
+        PerToken(mixes, size * forward - mixes), PerToken(back, size * backward - back), 11, 24
+    )
+
+
+def moved_by_op(setting: Setting) -> Moved:
+    """Memory traffic of the WKV-7 op by its implementation, its inputs and output included."""
+    width = setting.model.hidden_size
+    forward: float
+    backward: float
+    forward, backward = _FLA_MOVED
+    kernels = _FLA_KERNELS
+    if setting.wkv == "cpp":  # inputs, y, S a and the states once in each pass, and gradients
+        states = FLOAT32_BYTES * setting.model.head_dim / CPP_TILE_TOKENS
+        forward, backward = (8 * FLOAT32_BYTES + states, 15 * FLOAT32_BYTES + states)
+        kernels = (1, 1)
+    elif setting.wkv == "chunked":
+        head_dim = setting.model.head_dim
+        forward, backward = (least + each * head_dim for least, each in _CHUNKED_MOVED)
+        groups = -(-setting.sequence_length // _CHUNKED_TOKENS)
+        kernels = (groups * _CHUNKED_KERNELS[0], groups * _CHUNKED_KERNELS[1])
+    return Moved(PerToken(0, forward * width), PerToken(0, backward * width), *kernels)
 
 
 def _saved_by_op(setting: Setting, form: SequenceForm) -> float:

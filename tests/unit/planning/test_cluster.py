@@ -1,5 +1,7 @@
 """Clusters from presets and sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 from cdrmix.errors import PlanError
@@ -20,6 +22,8 @@ def test_presets_have_less_memory_than_their_name_says_and_faster_links_inside_a
         assert preset.name == name
         assert preset.intra_bandwidth > preset.inter_bandwidth > 0
         assert preset.peak_flops["bf16"] == preset.peak_flops["fp16"]
+        assert preset.memory_bandwidth > preset.intra_bandwidth
+        assert 0 < preset.efficiency < 1 and preset.efficiency_source
         if "-" in name:
             gigabytes = int(name.rsplit("-", 1)[1])
             # the name counts 10^9 bytes or GiB; torch sees a little less than either
@@ -57,6 +61,16 @@ def test_an_unknown_preset_is_told_with_the_nearest() -> None:
     assert told(gpu="H100").startswith(
         "--gpu H100: unknown preset. Did you mean 'h100-80'? Known: a100-80, "
     )
+
+
+def test_a_preset_without_memory_bandwidth_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = replace(PRESETS["a100-80"], name="new-48", memory_gib=47.5, memory_bandwidth=0)
+    monkeypatch.setitem(PRESETS, "new-48", made)
+    assert told(gpu="new-48").startswith("--gpu new-48: the preset has no memory bandwidth")
+    # also where a memory size chooses it
+    assert told(gpu_memory_gib=48).startswith("--gpu new-48: ")
 
 
 def test_everything_wrong_with_a_cluster_is_in_one_report() -> None:

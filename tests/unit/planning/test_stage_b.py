@@ -350,3 +350,21 @@ def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     run.step = 14
     resumed.next_batch(run)
     assert forgotten[-1] == 14
+
+
+def test_a_step_of_stage_b_is_timed_by_its_lessons() -> None:
+    def step(*overrides: str, nodes: int = 1) -> float:
+        given = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", overrides)
+        cluster = make_cluster(nodes=nodes, gpus_per_node=8, gpu="h100-80")
+        made = stage_b_layout(given, cluster, zero_stage=1)
+        assert made is not None
+        return made.step_seconds
+
+    frozen = step()
+    more = "stage_b.training.texts_per_lesson=32"
+    assert step(more) > 1.5 * step("stage_b.training.texts_per_lesson=16")
+    assert step("stage_b.training.lessons_per_step=16") == pytest.approx(
+        2 * step("stage_b.training.lessons_per_step=8"), rel=0.05
+    )
+    assert step("stage_b.training.backbone_lr_scale=0.1") > 1.2 * frozen, "more is differentiated"
+    assert step("stage_b.pipeline=8") > 4 * frozen, "one stage works while the others wait"
