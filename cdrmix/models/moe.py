@@ -186,9 +186,10 @@ class GroupedExperts(nn.Module):
         What is behind the last end comes out as `grouped_product` leaves it.
         """
         if len(rows) == 0:
-            # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
-            # counts on a gradient of every parameter
-            return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
+            # torch 2.13 fails in the backward pass of a grouped product of no rows. With a row of
+            # no expert the pass is that of other ranks: ZeRO-2 reduces gradients in the order in
+            # which each rank makes them, and takes those of equal sizes for one another
+            return self.forward(F.pad(rows, (0, 0, 0, 1)), ends)[:0]
         inner = grouped_product(rows, self.up, ends)  # [M, F]
         if self.gate is None:
             inner = squared_relu(inner)
