@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cdrmix import runtime
@@ -78,6 +79,39 @@ def rows_of(statistics: Tensor, model: ModelConfig, part: RouterPart) -> Tensor:
     return torch.cat([counts, probabilities, totals], 1)
 
 
+class _FloatLinear(torch.autograd.Function):
+    """x @ weight.T in float32, [N, D] and [E, D] of a shorter type, which it saves as they are.
+
+    CUDA's product gives float32 of them without copies in float32; products of bf16 numbers are
+    exact there. The gradient in float32 needs copies for the time of its products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.device.type == "cpu":  # which has no such product
+            return F.linear(x.float(), weight.float())
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            (grad @ weight.float()).to(x.dtype) if needs_x else None,
+            (grad.t() @ x.float()).to(weight.dtype) if needs_weight else None,
+        )
+
+
+def float_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32, [N, D] and [E, D] of any float type, summed in float32 too."""
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        return F.linear(x.float(), weight.float())
+    logits: Tensor = _FloatLinear.apply(x, weight)
+    return logits
+
+
 class Router(nn.Module):
     """Top-k router in float32, with what its losses and monitors need."""
 
@@ -100,7 +134,7 @@ class Router(nn.Module):
         if they sum to 1 per token, its share of those chosen; probabilities summed over the tokens,
         [E]; squared logsumexp summed, scalar.
         """
-        logits = F.linear(x.float(), self.weight.float())  # [N, E]
+        logits = float_linear(x, self.weight)  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
         probabilities = torch.exp(logits - log_total)
         top, experts = probabilities.topk(self.top_k, dim=-1)
@@ -152,9 +186,10 @@ class GroupedExperts(nn.Module):
         What is behind the last end comes out as `grouped_product` leaves it.
         """
         if len(rows) == 0:
-            # torch 2.13 fails in the backward pass of a grouped product of no rows, and DeepSpeed
-            # counts on a gradient of every parameter
-            return rows + 0 * sum(parameter.sum() for parameter in self.parameters())
+            # torch 2.13 fails in the backward pass of a grouped product of no rows. With a row of
+            # no expert the pass is that of other ranks: ZeRO-2 reduces gradients in the order in
+            # which each rank makes them, and takes those of equal sizes for one another
+            return self.forward(F.pad(rows, (0, 0, 0, 1)), ends)[:0]
         inner = grouped_product(rows, self.up, ends)  # [M, F]
         if self.gate is None:
             inner = squared_relu(inner)

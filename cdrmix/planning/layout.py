@@ -114,6 +114,9 @@ class Layout:
     offloads_parameters: bool = False  # True if partitions of the weights are too (ZeRO-3)
     # DeepSpeed's `reduce_bucket_size` (elements)
     bucket_elements: int = 500_000_000  # DeepSpeed's default
+    # True if gradients are reduced under the backward pass: DeepSpeed's `overlap_comm`, which it
+    # reads under ZeRO-2, and under ZeRO-3, where it is its default
+    overlaps_reduction: bool = False
 
     @property
     def recomputes(self) -> bool:

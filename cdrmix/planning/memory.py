@@ -431,6 +431,8 @@ class MemoryModel:
             return max(0, 2 * max(held.values()) - activations)
         # allocated at the first gradient of a backward pass, while most activations are there
         total = size * bucket
+        if layout.zero_stage == 2 and layout.overlaps_reduction:
+            total *= 2  # one is filled while the other is reduced
         if layout.zero_stage >= 2 and max(ranks.values()) > 1:
             total += size * min(bucket, sum(held.values()))  # slices for one rank, flattened
         if not self._is_bf16:  # the step flattens a group's partition in float32

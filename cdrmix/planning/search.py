@@ -141,6 +141,8 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
     if "activation_checkpointing" in training.model_fields_set:
         forms = [training.activation_checkpointing]
     bucket = combination.zero.get("reduce_bucket_size", Layout.bucket_elements)
+    stage = combination.zero_stage
+    overlaps = stage >= 2 and combination.zero.get("overlap_comm", stage == 3)
     for micro in micros:
         for form in forms:
             span, _ = zero.sequence_checkpoint_tokens(config, degrees, form)
@@ -154,6 +156,7 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
                 offloads_optimizer=combination.offloads("offload_optimizer"),
                 offloads_parameters=combination.offloads("offload_param"),
                 bucket_elements=int(bucket),
+                overlaps_reduction=overlaps,
             )
 
 

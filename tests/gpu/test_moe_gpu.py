@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.models.moe import GroupedExperts
+from cdrmix.models.moe import GroupedExperts, float_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +41,19 @@ def test_experts_equal_the_cpu_and_those_without_tokens_get_no_gradient(counts: 
         assert (ours - exact).norm() <= BFLOAT16_TOLERANCE * exact.norm()
     for gradient in found[2:]:
         assert not any(gradient[e].any() for e, count in enumerate(counts) if count == 0)
+
+
+def test_a_routers_product_of_bfloat16_equals_that_of_float32_copies() -> None:
+    torch.manual_seed(0)
+    x, weight, worth = (
+        torch.randn(*shape, device="cuda") for shape in ((99, 64), (8, 64), (99, 8))
+    )
+    leaves = [each.bfloat16().requires_grad_() for each in (x, weight)]
+    copies = torch.nn.functional.linear(*(leaf.float() for leaf in leaves))
+    expected = [copies, *torch.autograd.grad(copies, leaves, worth)]
+    ours = float_linear(*leaves)
+    for found, exact in zip(
+        [ours, *torch.autograd.grad(ours, leaves, worth)], expected, strict=True
+    ):
+        tolerance = 1e-5 if found.dtype == torch.float32 else 2**-7
+        assert (found - exact).abs().max() <= tolerance * exact.abs().max()

@@ -5,10 +5,11 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.expert_rows import exact_ratio, expert_capacity, grouped_product
-from cdrmix.models.moe import MoEFeedForward
+from cdrmix.models.moe import MoEFeedForward, float_linear
 
 
 def make_layer(**moe: object) -> MoEFeedForward:
@@ -115,6 +116,26 @@ def test_statistics_are_sums_of_the_routers_float32_quantities() -> None:
     logits = x.reshape(-1, 32) @ parts(layer)[0].T
     torch.testing.assert_close(statistics[4:8], torch.softmax(logits, -1).sum(0))
     torch.testing.assert_close(statistics[8], torch.logsumexp(logits, -1).square().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_routers_product_is_that_of_float32_copies_which_it_does_not_keep(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    x, weight, worth = torch.randn(37, 24), torch.randn(8, 24), torch.randn(37, 8)
+    leaves = [each.to(dtype).requires_grad_() for each in (x, weight)]
+    copies = F.linear(*(leaf.float() for leaf in leaves))
+    expected = [copies, *torch.autograd.grad(copies, leaves, worth)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours = float_linear(*leaves)
+    found = [ours, *torch.autograd.grad(ours, leaves, worth)]
+    assert [each.dtype for each in found] == [torch.float32, dtype, dtype]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(each.dtype == dtype for each in kept) and len(kept) == 2
+    with torch.device("meta"):  # as a GPU is asked for it
+        assert float_linear(x.to("meta", dtype), weight.to("meta", dtype)).dtype == torch.float32
 
 
 def test_capacity_is_exact_where_floats_round_up() -> None:

@@ -47,8 +47,8 @@ def saved_by_feed_forward(setting: Setting, layer: int) -> PerToken:
         return PerToken(size * width, inner)
     moe = model.moe
     assert moe is not None, "the section lists the layer"
-    # router: float32 input and logits, and indices (40 bytes for each of the top-k choices)
-    router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
+    # router: input, float32 logits, and indices (40 bytes for each of the top-k choices)
+    router = size * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
     # each tensor rank routes its share of the tokens
     return PerToken(0, router + moe.top_k * routed_row_bytes(setting))
 

@@ -159,13 +159,13 @@ class RoutingMambaBlock(MambaBlock):
 
     def saved(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
         """Tokens sorted by expert before both projections and behind the last one; and the
-        router's: float32 input, logits and probabilities, and indices."""
+        router's: input, float32 logits and probabilities, and indices."""
         model = setting.model
         sizes = self.router_sizes(model)
         width = model.hidden_size
         inner = mamba_sizes(model).expand * width
         rows = setting.element_bytes * sizes.top_k * (2 * width + inner)
-        router = 4 * width + 8 * sizes.num_experts + 4 + 36 * sizes.top_k
+        router = setting.element_bytes * width + 8 * sizes.num_experts + 4 + 36 * sizes.top_k
         return PerToken(rows + router + self._saved_inside(setting))
 
     def moved(self, setting: Setting, layer: int, form: SequenceForm) -> Moved:

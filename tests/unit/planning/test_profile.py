@@ -25,6 +25,7 @@ from cdrmix.planning.deepspeed_json import (
     profile_path,
     read_profile,
 )
+from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import check_legal, choose, smaller_micro_batch, with_micro_batch
 
@@ -204,6 +205,30 @@ def test_a_profile_of_the_users_own_is_taken_by_path(tmp_path: Path) -> None:
     choice = choose(config("core-tiny"), devices(2), profile=path)
     assert (choice.name, choice.profile) == ("given", path)
     assert choice.deepspeed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "overlaps"),
+    [
+        ('"stage": 2', False),
+        ('"stage": 2, "overlap_comm": true', True),
+        ('"stage": 1, "overlap_comm": true', False),  # the bf16 optimizer does not read it
+        ('"stage": 3', True),  # DeepSpeed's default
+        ('"stage": 3, "overlap_comm": false', False),
+    ],
+)
+def test_a_plan_knows_whether_gradients_are_reduced_under_the_backward_pass(
+    zero: str, overlaps: bool, tmp_path: Path
+) -> None:
+    path = written(tmp_path, f'{{"zero_optimization": {{{zero}, "reduce_bucket_size": 1000}}}}')
+    dense = config("core-tiny", "model.moe=null", "model.ffn_hidden_size=64")
+    layout = choose(dense, devices(2), profile=path)
+    assert layout.overlaps_reduction is overlaps
+    memory = MemoryModel(dense, "cuda")
+    other = replace(layout, overlaps_reduction=not overlaps)
+    sizes = [memory.estimate(each).buffers["gradient_buckets"] for each in (layout, other)]
+    filled_beside = 1000 * memory.element_bytes if layout.zero_stage == 2 else 0
+    assert abs(sizes[0] - sizes[1]) == filled_beside
 
 
 def test_a_whole_float_is_a_whole_number_and_a_setting_may_be_left_out(tmp_path: Path) -> None:
