@@ -26,6 +26,9 @@ from cdrmix.config.load import load_config
 from cdrmix.data.sample import build_sample
 from tests.harness import ROOT
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels of Triton run on CPUs
+
 # Under nohup HUP is ignored, and would be by all that the tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.dont_write_bytecode = False  # of what it makes multiprocessing say to its children

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,13 +32,13 @@ _PACKAGES = ("torch", "triton", "fla-core")
 
 
 def key_of(
-    kernel: str, source: Path, device: torch.device, case: Mapping[str, Any]
+    kernel: str, sources: Iterable[Path], device: torch.device, case: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything that the outcome of a check depends on, as plain values.
 
     Args:
         kernel: name of what is checked.
-        source: file that holds the kernel, or calls it, with its check.
+        sources: files that hold the kernel, or call it, and its check.
         device: device that it was compiled for.
         case: properties of the inputs that select a compiled kernel.
     """
@@ -51,7 +51,7 @@ def key_of(
         "device": kind,
         "packages": {name: _version(name) for name in _PACKAGES},
         "torch": torch.__version__,  # with its build: of CUDA, ROCm or CPUs
-        "source": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "source": hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest(),
         "case": {name: str(value) for name, value in case.items()},
     }
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdrmix.models import expert_rows_triton, triton_launch
+
 
 def exact_ratio(factor: float) -> tuple[int, int]:
     """Numerator and denominator of a factor as its decimal text gives it: 1.1 is 11 / 10."""
@@ -153,6 +155,8 @@ def _rows_of_choice(x: Tensor, inverse: Tensor, choice: int, can_drop: bool) -> 
 
 def gather_rows(x: Tensor, order: ExpertOrder) -> Tensor:
     """Takes the rows of tokens, [N, D], that their experts read: [M, D]."""
+    if triton_launch.can_run("gather_rows", x, compiled_for=order.row.shape[1]):
+        return expert_rows_triton.gather_rows(x, order.token, order.row)
     rows: Tensor = _Gather.apply(x, order.token, order.row, order.can_drop)
     return rows
 
@@ -165,6 +169,9 @@ def permute_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 def weighted_sum(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     """Sums rows of experts, [M, D], over each token's choices: [N, D]. `weights` are [N, k]."""
+    if triton_launch.can_run("weighted_sum", rows, compiled_for=weights.shape[1]):
+        places = (order.token, order.choice, order.row)
+        return expert_rows_triton.weighted_sum(rows, weights, *places)
     total: Tensor = _Combine.apply(
         rows, weights, order.token, order.choice, order.row, order.can_drop
     )

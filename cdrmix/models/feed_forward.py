@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models import block_cpu
+from cdrmix.models import block_cpu, expert_rows_triton, triton_launch
 from cdrmix.models.initialize import normal_
 
 
@@ -35,7 +35,12 @@ class _SquaredReLU(torch.autograd.Function):
         return grad.mul(saved).mul_(2)
 
 
-squared_relu: Callable[[Tensor], Tensor] = _SquaredReLU.apply
+def squared_relu(x: Tensor) -> Tensor:
+    """Computes relu(x)^2 of any shape; on GPUs in one kernel, where that is right."""
+    if triton_launch.can_run("squared_relu", x):
+        return expert_rows_triton.squared_relu(x)
+    out: Tensor = _SquaredReLU.apply(x)
+    return out
 
 
 class _SwiGLU(torch.autograd.Function):

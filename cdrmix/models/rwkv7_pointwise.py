@@ -2,7 +2,8 @@
 
 Each function reads and writes tensors of [B, T, D] and holds next to no arithmetic, so that its
 time is that of memory: this is where fused kernels of a device belong. On CPUs float32 takes those
-of rwkv7_cpu.py; what is written here computes anything, anywhere.
+of rwkv7_cpu.py, GPUs take those of rwkv7_triton.py where they are right; what is written here
+computes anything, anywhere.
 """
 
 # B batch, T time, D hidden, M mixes, H heads, K key dim per head (that of values is the same)
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.models import rwkv7_cpu
+from cdrmix.models import rwkv7_cpu, rwkv7_triton, triton_launch
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 
 
@@ -83,6 +84,8 @@ def shift_mix(
     """
     if rwkv7_cpu.can_run(x, last, mu):
         return rwkv7_cpu.shift_mix(x, last, segment_ids, mu)
+    if len(mu) <= rwkv7_triton.MOST_MIXES and triton_launch.can_run("shift_mix", x, last, mu):
+        return rwkv7_triton.shift_mix(x, last, segment_ids, mu)
     return token_shift_mix(x, shift_tokens(x, last, segment_ids), mu).unbind(0)
 
 
@@ -90,6 +93,8 @@ def blend_values(v: Tensor, v_first: Tensor, amount: Tensor, bias: Tensor) -> Te
     """Goes from v to v_first by sigmoid(bias + amount): all [B, T, D], but for the bias, [D]."""
     if rwkv7_cpu.can_run(v, v_first, amount, bias):
         return rwkv7_cpu.blend_values(v, v_first, amount, bias)
+    if triton_launch.can_run("blend_values", v, v_first, amount, bias):
+        return rwkv7_triton.blend_values(v, v_first, amount, bias)
     return torch.lerp(v, v_first, torch.sigmoid(bias + amount))
 
 
@@ -116,6 +121,12 @@ def recurrence_inputs(
     vectors = {"decay_bias": decay_bias, "iclr_bias": iclr_bias, "k_k": k_k, "k_a": k_a}
     if rwkv7_cpu.can_run(k, decay, iclr, *vectors.values()):
         return rwkv7_cpu.recurrence_inputs(k, decay, iclr, **vectors)
+    size = k.shape[3]
+    every = (k, decay, iclr, *vectors.values())
+    if triton_launch.is_whole_head(size) and triton_launch.can_run(
+        "recurrence_inputs", *every, compiled_for=size
+    ):
+        return rwkv7_triton.recurrence_inputs(k, decay, iclr, **vectors)
     lw = torch.sigmoid((decay_bias + decay).float()) * -DECAY_BOUND
     rate = torch.sigmoid(iclr_bias + iclr)
     # in float32: the eps is zero in fp16, and a key of zeros would become not a number
@@ -147,6 +158,12 @@ def gated_output(
     vectors = {"r_k": r_k, "weight": weight, "bias": bias}
     if rwkv7_cpu.can_run(y, r, k, v, gate, *vectors.values()):
         return rwkv7_cpu.gated_output(y, r, k, v, gate, **vectors, eps=eps)
+    size = y.shape[3]
+    every = (y, r, k, v, gate, *vectors.values())
+    if triton_launch.is_whole_head(size) and triton_launch.can_run(
+        "gated_output", *every, compiled_for=size
+    ):
+        return rwkv7_triton.gated_output(y, r, k, v, gate, **vectors, eps=eps)
     heads = y.shape[2]
     flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
     normed = F.group_norm(flat, heads, weight.flatten(), bias.flatten(), eps)

@@ -184,7 +184,7 @@ def _settled(case: _Case, shape: Shape | None) -> int | str:
         return {"chunk_tokens": right[0] if shape is None else _fastest(case, shape, right)}
 
     named = {**case._asdict(), "device": case.device.type, "shape": shape}  # whatever its number
-    key = checked_kernels.key_of("fla", Path(__file__), case.device, named)
+    key = checked_kernels.key_of("fla", [Path(__file__)], case.device, named)
     outcome = checked_kernels.settle(key, find)
     if outcome is None:
         right = _right_chunk_tokens(case)

@@ -21,14 +21,14 @@ def settle(folder: Path) -> list[Any]:
     os.environ["XDG_CACHE_HOME"] = str(folder / f"host{rank}")
     outcomes = []
     for late in (0, 1):  # the rank that comes later follows
-        key = checked_kernels.key_of("made", Path(__file__), torch.device("cpu"), {"late": late})
+        key = checked_kernels.key_of("made", [Path(__file__)], torch.device("cpu"), {"late": late})
         if rank == late:
             runtime.barrier()
         outcomes.append(checked_kernels.settle(key, lambda: {"chunk_tokens": rank}))
         if rank != late:
             runtime.barrier()
     # one that no other rank asks for
-    key = checked_kernels.key_of("alone", Path(__file__), torch.device("cpu"), {"rank": rank})
+    key = checked_kernels.key_of("alone", [Path(__file__)], torch.device("cpu"), {"rank": rank})
     outcomes.append(checked_kernels.settle(key, lambda: None if rank else {"chunk_tokens": 5}))
     runtime.destroy_distributed()
     return outcomes

@@ -23,6 +23,7 @@ PROVIDED = {
     "mamba_ssm": ["mamba-ssm"],
     "pydantic_core": ["pydantic"],
     "ray": ["ray"],
+    "triton": ["torch"],
 }
 # What a benchmark compares with, where somebody has installed it; and the tests' own references.
 PEERS = {"datasketch", "loguru", "lxml", "trafilatura", "tests", "webdataset"}

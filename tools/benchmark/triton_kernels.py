@@ -1,0 +1,161 @@
+"""Triton kernels of our own against the eager forms on a GPU, forward and backward.
+
+At the size of cdrmix-core-1b, bfloat16: 2 x 4,096 tokens of width 2,048 as 16 heads of 128, 8
+experts of width 4,608, top-2. Needs a CUDA device; elsewhere nothing is measured, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdrmix.models import (
+    expert_rows,
+    expert_rows_triton,
+    feed_forward,
+    rwkv7_pointwise,
+    rwkv7_triton,
+    triton_launch,
+)
+
+BATCH, TIME, HEADS, HEAD_DIM = 2, 4096, 16, 128
+WIDTH = HEADS * HEAD_DIM
+EXPERTS, TOP_K, INNER = 8, 2, 4608
+COMPILED_FOR = {"recurrence_inputs": HEAD_DIM, "gated_output": HEAD_DIM}
+COMPILED_FOR |= {"gather_rows": TOP_K, "weighted_sum": TOP_K}
+Form = Callable[..., Tensor | Sequence[Tensor]]
+
+
+def cases() -> dict[str, tuple[Form, Form, list[tuple[int, ...]]]]:
+    """Kernel and eager form of each function, and the shapes of what has a gradient."""
+    rows, heads = (BATCH, TIME, WIDTH), (BATCH, TIME, HEADS, HEAD_DIM)
+    vector = (HEADS, HEAD_DIM)
+    tokens = BATCH * TIME
+    order = expert_rows.sort_by_expert(
+        torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices, EXPERTS, None
+    )
+    keys = ("decay_bias", "iclr_bias", "k_k", "k_a")
+    norms = ("r_k", "weight", "bias")
+
+    def both(make: Callable[[Any], Form], *modules: Any) -> tuple[Form, Form]:
+        return make(modules[0]), make(modules[1])
+
+    rwkv = (rwkv7_triton, rwkv7_pointwise)
+    of_order = (order.token, order.choice, order.row)
+    return {
+        "shift_mix, 6 mixes": (
+            *both(lambda m: lambda x, mu: m.shift_mix(x, None, None, mu), *rwkv),
+            [rows, (6, WIDTH)],
+        ),
+        "shift_mix, 1 mix": (
+            *both(lambda m: lambda x, mu: m.shift_mix(x, None, None, mu), *rwkv),
+            [rows, (1, WIDTH)],
+        ),
+        "blend_values": (*both(lambda m: m.blend_values, *rwkv), [*[rows] * 3, (WIDTH,)]),
+        "recurrence_inputs": (
+            *both(
+                lambda m: (
+                    lambda k, d, i, *v: m.recurrence_inputs(
+                        k, d, i, **dict(zip(keys, v, strict=True))
+                    )
+                ),
+                *rwkv,
+            ),
+            [*[heads] * 3, *[vector] * 4],
+        ),
+        "gated_output": (
+            *both(
+                lambda m: (
+                    lambda *x: m.gated_output(
+                        *x[:5], **dict(zip(norms, x[5:], strict=True)), eps=1e-3
+                    )
+                ),
+                *rwkv,
+            ),
+            [*[heads] * 5, *[vector] * 3],
+        ),
+        "squared_relu": (
+            expert_rows_triton.squared_relu,
+            feed_forward.squared_relu,
+            [(TOP_K * tokens, INNER)],
+        ),
+        "gather_rows": (
+            lambda x: expert_rows_triton.gather_rows(x, order.token, order.row),
+            lambda x: expert_rows.gather_rows(x, order),
+            [(tokens, WIDTH)],
+        ),
+        "weighted_sum": (
+            lambda x, w: expert_rows_triton.weighted_sum(x, w, *of_order),
+            lambda x, w: expert_rows.weighted_sum(x, w, order),
+            [(TOP_K * tokens, WIDTH), (tokens, TOP_K)],
+        ),
+    }
+
+
+def microseconds(form: Form, shapes: list[tuple[int, ...]], runs: int) -> float:
+    """Median time on the device of a forward and a backward pass."""
+    leaves = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
+    times = []
+    for _ in range(runs + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        out = form(*leaves)
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def measure(runs: int) -> dict[str, Any] | None:
+    """Times by function and form, and whether the kernel passes its check; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = []
+    for title, (kernel, eager, shapes) in cases().items():
+        name = title.partition(",")[0]
+        size = COMPILED_FOR.get(name)
+        row: dict[str, Any] = {
+            "function": title,
+            "passes": triton_launch.passes(name, device, torch.bfloat16, size),
+        }
+        used, triton_launch._DEVICE_TYPES = triton_launch._DEVICE_TYPES, ()
+        row["eager_us"] = microseconds(eager, shapes, runs)
+        triton_launch._DEVICE_TYPES = used
+        if row["passes"]:
+            row["kernel_us"] = microseconds(kernel, shapes, runs)
+        found.append(row)
+    return {"device": torch.cuda.get_device_name(), "runs": runs, "rows": found}
+
+
+def main() -> None:
+    """Print a table, or JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = measure(args.runs)
+    if args.json:
+        print(json.dumps(result))
+    elif result is None:
+        print("Triton kernels: not measured: no CUDA device")
+    else:
+        print(f"{result['device']}, microseconds, forward and backward")
+        for row in result["rows"]:
+            ours = f"{row['kernel_us']:9.1f}" if row["passes"] else "    wrong"
+            print(f"{row['function']:20} eager {row['eager_us']:9.1f}  kernel {ours}")
+
+
+if __name__ == "__main__":
+    main()
