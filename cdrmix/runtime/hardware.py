@@ -9,8 +9,8 @@ import os
 import platform
 import random
 import subprocess
-import time
 import sys
+import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
