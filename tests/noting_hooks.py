@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +128,18 @@ class Failing(Noting):
             self.times += 1
             if self.times == self.options.time:
                 raise ValueError("too much")
+
+
+class NotingImports(Hook):
+    """Notes the modules that the rank has imported by its first step, in imports-RANK.json."""
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def on_step(self, step: int, measured: StepFigures) -> None:
+        file = self.run.directory / f"imports-{self.run.rank}.json"
+        if not file.exists():
+            file.write_text(json.dumps(sorted(name for name in sys.modules if sys.modules[name])))
 
 
 class Saving(Hook):

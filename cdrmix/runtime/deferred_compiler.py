@@ -9,18 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 _COMPILER = "torch._dynamo"
 # Where torch keeps the form of a function that its compiler leaves alone (2.13: torch/_compile.py).
 _KEPT = "__dynamo_disable"
-# Functions that torch has decorated while it was imported, and that a run calls.
-_DECORATED: dict[Any, tuple[str, ...]] = {
-    torch.optim.Optimizer: ("add_param_group", "zero_grad", "state_dict", "load_state_dict"),
-    torch.utils.checkpoint: ("checkpoint", "_run_fn_with_dynamo_disabled"),
-    torch.utils.checkpoint._CachingTorchDispatchMode: ("__torch_dispatch__",),
-    torch.utils.checkpoint._CachedTorchDispatchMode: ("__torch_dispatch__",),
-}
+# Methods of optimizers that torch has decorated while it was imported.
+_DECORATED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def defer_compiler() -> None:
@@ -32,9 +26,8 @@ def defer_compiler() -> None:
     """
     if _COMPILER in sys.modules or hasattr(torch._disable_dynamo, "__wrapped__"):
         return
-    for owner, names in _DECORATED.items():
-        for name in names:
-            _call_as_it_is(getattr(owner, name, None))
+    for name in _DECORATED:
+        _call_as_it_is(getattr(torch.optim.Optimizer, name))
     torch.optim.Adam.step = _step_as_it_is(torch.optim.Adam.step)  # type: ignore[method-assign]
     make = torch._disable_dynamo
 
@@ -45,6 +38,14 @@ def defer_compiler() -> None:
         return _call_as_it_is(make(function, recursive))
 
     torch._disable_dynamo = disable  # type: ignore[assignment]  # for operators made from now on
+    torch.compiler.assume_constant_result = _mark_constant
+
+
+def _mark_constant(function: Any) -> Any:
+    """Does what `torch.compiler.assume_constant_result` does (2.13: torch/_dynamo/decorators.py),
+    which imports the compiler first."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def _call_as_it_is(decorated: Any) -> Any:

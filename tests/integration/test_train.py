@@ -29,6 +29,12 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 STEPS = 40
 CORES = len(os.sched_getaffinity(0))
+# Each takes .2 s to 2.5 s to import, in every rank: compilers, trackers, plots, another trainer.
+NOT_FOR_A_STEP = {
+    *("torch._dynamo", "torch._inductor.config", "sympy", "setuptools"),
+    *("mlflow", "tensorboard", "wandb", "matplotlib", "transformers"),
+    "cdrmix.stage_b.engine",
+}
 
 
 def long_enough_to_interrupt(data: Path, run_dir: Path, *more: str) -> list[str]:
@@ -178,7 +184,7 @@ def started_by(*command: str | Path, argv: list[str]) -> None:
     done = subprocess.run(
         [*command, "launch/train.py", *argv],
         cwd=ROOT,
-        env={**os.environ, **RANK_ENVIRONMENT, **as_root, **on_one_core},
+        env={**os.environ, **RANK_ENVIRONMENT, **as_root, **on_one_core, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -197,12 +203,17 @@ def started_by(*command: str | Path, argv: list[str]) -> None:
 def test_torchrun_and_plain_python_start_it_too(
     command: tuple[str, ...], world_size: int, small_corpus: Path, run_dir: Path
 ) -> None:
-    argv = arguments(small_corpus, run_dir, "--max-steps", "2")
+    hook = "hooks=[{use: 'tests.noting_hooks:NotingImports'}]"
+    argv = arguments(small_corpus, run_dir, "--max-steps", "2", "--set", hook)
     with reserved_port() as port:
         words = [str(port) if word == "PORT" else word for word in command]
         started_by(sys.executable, *words, argv=argv)
     assert read_json(run_dir / "metrics.json")["steps"] == 2
     assert read_json(run_dir / "environment.json")["world_size"] == world_size
+    for rank in range(world_size):
+        modules = {*read_json(run_dir / f"imports-{rank}.json")}
+        assert "deepspeed.runtime.engine" in modules
+        assert not NOT_FOR_A_STEP & modules, "imported before the first step is over"
 
 
 def test_mpirun_starts_it_too(small_corpus: Path, run_dir: Path) -> None:
