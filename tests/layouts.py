@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.data.document import KINDS
+from cdrmix.models import compiled
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -111,9 +112,10 @@ class Case:
         return GLOBAL_BATCH * self.sequence // (self.data * self.accumulation)
 
     def in_one_process(self) -> Case:
-        """The same micro-steps on one rank, which keeps all activations."""
+        """The same micro-steps on one rank, which keeps all activations and compiles nothing."""
         alone = dict.fromkeys(("data", "tensor", "pipeline", "sequence", "expert"), 1)
         kept = {name: value for name, value in self.training.items() if "checkpoint" not in name}
+        kept.pop("compile", None)
         changes = {"training": kept, "profile": "zero1", "broken": "", "zero": {}, "note": ""}
         return replace(self, **alone, **changes)
 
@@ -314,6 +316,8 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any], list[Any]]:
     runtime.initialize_distributed()
     wake_blocks()
     plant(case.broken)
+    # the graphs alone: kernels of inductor's would take minutes (tests/parity/test_compiled.py)
+    compiled._BACKEND = "aot_eager"
     started = start(case)
     losses, norms = run_steps(started)
     held = [_held(started.engine, kind) for kind in ("param", "ema")]

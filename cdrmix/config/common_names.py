@@ -24,6 +24,7 @@ _OF_KEY = {
     "training.beta2": "adam_beta2",
     "training.epsilon": "eps adam_eps adam_epsilon",
     "training.activation_checkpointing": "gradient_checkpointing grad_checkpointing recompute",
+    "training.compile": "torch_compile compile_model use_compile",
     "model.num_layers": "n_layer n_layers num_hidden_layers",
     "model.num_heads": "n_head n_heads num_attention_heads",
     "model.num_kv_heads": "n_kv_heads num_key_value_heads",

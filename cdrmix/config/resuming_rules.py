@@ -91,6 +91,7 @@ _RULES = {
     "training.deterministic": _FREE,
     "training.activation_checkpointing": _FREE,
     "training.sequence_checkpoint_tokens": _FREE,
+    "training.compile": Rule("free", "may change: compiled blocks round differently"),
     "training.memory_share": _FREE,
     # Another base is told by its config.json, and that of adapters by its digest.
     "model.path": Rule("free", "the folder may move; another model is refused"),

@@ -246,6 +246,10 @@ class TrainingConfig(Section):
     nothing; selective: what is cheap, such as mixes, gates and norms, while results of matrix
     products and of the mixers are kept; block: each block; spans: each block, by so many tokens at
     a time. Older files have true (block, or spans where their tokens are given) and false."""
+    compile: Literal["off", "blocks", "reduce-overhead"] = "off"
+    """Compiles blocks by torch.compile in the first step, which takes one to three minutes on a CPU
+    and less from the kept kernels. off: no; blocks: one graph for all layers of a kind;
+    reduce-overhead: the same as CUDA graphs, which is refused, with its reason."""
     sequence_checkpoint_tokens: int | None = Field(None, ge=1)
     """Length of the spans of activation_checkpointing = spans (tokens): the activations of one span
     are there at a time. null: by the plan."""

@@ -79,7 +79,8 @@ class Backbone(nn.Module):
     further tokens.
 
     Args:
-        activation_checkpointing, sequence_checkpoint_tokens: of the blocks; see `run_blocks`.
+        activation_checkpointing, sequence_checkpoint_tokens, is_compiled: of the blocks; see
+            `run_blocks`.
         block: makes the block of a layer; by default a whole one, without initial values.
     """
 
@@ -89,12 +90,14 @@ class Backbone(nn.Module):
         *,
         activation_checkpointing: Recomputation = "none",
         sequence_checkpoint_tokens: int | None = None,
+        is_compiled: bool = False,
         block: Callable[[ModelConfig, int], Block] = make_block,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
+        self.is_compiled = is_compiled
         self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.embedding_norm = rms_norm(config)
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
@@ -118,6 +121,7 @@ class Backbone(nn.Module):
             None,
             recompute=self.activation_checkpointing,
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
+            is_compiled=self.is_compiled,
             **context,
         )
         return Output(self.final_norm(x), statistics.experts, after, statistics.depth)

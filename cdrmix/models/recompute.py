@@ -11,6 +11,7 @@ over all of them, and only the feed-forward in spans. Nothing is computed more t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from cdrmix.config.schema import Recomputation
 from cdrmix.models import wkv7_fla
 from cdrmix.models.block import Block, BlockState
+from cdrmix.models.compiled import train_block
 from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState, RoutedStatistics
 
 
@@ -49,6 +51,7 @@ def run_blocks(
     return_state: bool = False,
     recompute: Recomputation = "none",
     sequence_checkpoint_tokens: int | None = None,
+    is_compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None, Statistics, list[BlockState | RoutedState] | None]:
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
@@ -60,10 +63,12 @@ def run_blocks(
             input only.
         sequence_checkpoint_tokens: tokens of a span, where none begins from a state; None: all.
             Where tokens are dropped, each span has a capacity of its own.
+        is_compiled: blocks run as `compiled.train_block` does, where gradients are wanted.
     Returns:
         residual stream, v_first, statistics, states or None.
     """
     is_recomputed = recompute in ("block", "spans") and torch.is_grad_enabled()
+    is_compiled = is_compiled and torch.is_grad_enabled()
     spans = _spans(x.shape[1], sequence_checkpoint_tokens)
     statistics = []
     depth = []
@@ -82,6 +87,11 @@ def run_blocks(
                 x, parts = _choose(block, x, v_first, segment_ids, recompute=is_recomputed)
             part = parts.experts
             depth.append(parts.depth)
+        elif is_compiled:
+            assert past is None and not return_state, "a sequence is trained on from its beginning"
+            assert not is_recomputed or len(spans) == 1, "rules refuse spans"
+            run = functools.partial(_recomputed, train_block) if is_recomputed else train_block
+            x, v_first, part = run(block, x, v_first, segment_ids)
         elif not is_recomputed:
             x, v_first, part, after = block(x, v_first, past, segment_ids)
         elif len(spans) == 1:

@@ -65,6 +65,7 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
                 config.model,
                 activation_checkpointing=plan.activation_checkpointing,
                 sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
+                is_compiled=config.training.compile == "blocks",
                 block=block,
             )
         if topology.is_first_stage or topology.is_last_stage:

@@ -76,6 +76,7 @@ class PipelineStage(nn.Module):
         # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
         self.activation_checkpointing = plan.activation_checkpointing
+        self.is_compiled = config.training.compile == "blocks"
         self.sequence_checkpoint_tokens = plan.sequence_checkpoint_tokens
         # Loss of the next micro-batch on the last stage; set for each step. It belongs to the
         # forward pass: DeepSpeed's bf16 optimizer clears gradients where the backward pass reaches
@@ -135,6 +136,7 @@ class PipelineStage(nn.Module):
             v_first,
             recompute=self.activation_checkpointing,
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
+            is_compiled=self.is_compiled,
             **context,
         )
         # of all layers so far: the last stage needs them all, as it computes the routers' losses

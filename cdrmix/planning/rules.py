@@ -13,6 +13,7 @@ from dataclasses import replace
 from cdrmix.config.hugging_face import TESTED_FAMILIES
 from cdrmix.errors import PlanError
 from cdrmix.planning.block_rules import BLOCK_RULES
+from cdrmix.planning.compile_rules import COMPILE_RULES
 from cdrmix.planning.depth_rules import DEPTH_RULES
 from cdrmix.planning.folder_model import folder_model
 from cdrmix.planning.hf_rules import WHOLE_MODELS
@@ -261,6 +262,7 @@ RULES: tuple[Rule, ...] = (
         "the global batch is the same on every cluster",
     ),
     *RECOMPUTE_RULES,
+    *COMPILE_RULES,
     *WHOLE_MODELS,
     *BLOCK_RULES,
     *DEPTH_RULES,

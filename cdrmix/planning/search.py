@@ -140,6 +140,8 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
     forms: list[Recomputation] = ["none", zero.most_recomputed(config.model)]
     if "activation_checkpointing" in training.model_fields_set:
         forms = [training.activation_checkpointing]
+    elif training.compile != "off":  # of whole sequences
+        forms = ["none", "block"]
     bucket = combination.zero.get("reduce_bucket_size", Layout.bucket_elements)
     stage = combination.zero_stage
     overlaps = stage >= 2 and combination.zero.get("overlap_comm", stage == 3)

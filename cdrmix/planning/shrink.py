@@ -209,6 +209,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "sequence_length": SEQUENCE_LENGTH,
         "precision": "fp32",  # rounding in bf16 would hide a wrong sum
         "activation_checkpointing": layout.activation_checkpointing,
+        "compile": "off",  # minutes for a small model as for a large one
         "sequence_checkpoint_tokens": layout.sequence_checkpoint_tokens and SMALL_SPAN_TOKENS,
     }
     values["checkpoint"] = {"every_steps": SAVED_STEP, "keep": STEPS}

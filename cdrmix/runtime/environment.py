@@ -128,6 +128,18 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdrmix"
 
 
+def keep_graphs(folder: Path, default: str) -> Path:
+    """Has torch.compile keep its kernels in `folder`, unless the user has named another one.
+
+    `default` is torch's own folder, which it may have written into the environment itself. Returns
+    the folder that is used.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name, default) == default:
+        os.environ[name] = str(folder)
+    return Path(os.environ[name])
+
+
 def use_cpus_only() -> None:
     """Makes the processes started from here compute on CPUs, with one thread each."""
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -31,6 +31,7 @@ LATE = CUT | {
 }
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": "block"}
+COMPILED = {"compile": "blocks"}
 # Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
 MAMBA = {
     "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
@@ -174,6 +175,11 @@ LAYOUTS = [
     Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="sgd",
          packed=True, model=MAMBA, training=RECOMPUTED),
     Case(data=2, packed=True, optimizer="sgd", model=MAMBA, training=SPANS),
+    # compiled blocks
+    Case(data=2, profile="zero2", accumulation=2, optimizer="sgd",
+         training=COMPILED | RECOMPUTED),
+    Case(data=2, expert=2, packed=True, training=COMPILED),
+    Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, training=COMPILED),
     # Muon; with as many values as here, the ranks' shares end within matrices
     Case(data=2, expert=2, accumulation=2, optimizer="muon"),
     Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="muon"),

@@ -28,6 +28,7 @@ MAMBA = ("model.mixers=['mamba*3', 'transformer']",)
 ROUTING_MAMBA = ("model.mixers=['routing_mamba*4']", "model.moe=null")
 WINDOWS = ("model.mixers=['tests.plugins:Window*4']",)
 WHOLE = ("model.mixers=['tests.plugins:WholeWindow*4']",)
+COMPILED, REDUCED = "training.compile=blocks", "training.compile=reduce-overhead"
 LENGTH, CONFIDENCE = (
     f"objectives.plugins=[{{use: tests.plugins:{name}}}]" for name in ("Length", "Confidence")
 )
@@ -333,6 +334,47 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "selective-unavailable",
         layout("training.activation_checkpointing=selective"),
         layout("training.activation_checkpointing=block"),
+    ),
+    *(
+        ("cuda-graphs-of-blocks", layout(REDUCED, **given), layout(COMPILED, **given))
+        for given in ({}, {"device": "cpu"}, {"data": 2, "expert": 2})
+    ),
+    (
+        "compile-with-stage-3",
+        layout(COMPILED, "model.moe=null", zero={"stage": 3}),
+        layout("model.moe=null", zero={"stage": 3}),
+    ),
+    ("compile-with-tensor-unavailable", layout(COMPILED, tensor=2), layout(tensor=2)),
+    (
+        "compile-with-sequence-unavailable",
+        layout(COMPILED, data=2, sequence=2),
+        layout(COMPILED, data=2),
+    ),
+    (
+        "compile-recomputed",
+        layout(COMPILED, "training.activation_checkpointing=spans"),
+        layout(COMPILED, "training.activation_checkpointing=block"),
+    ),
+    (
+        "compile-a-hugging-face-model-unavailable",
+        hf(layout(COMPILED)),
+        hf(layout()),
+    ),
+    (
+        "compile-routed-blocks-unavailable",
+        layout(COMPILED, "model.mod={}"),
+        layout("model.mod={}"),
+    ),
+    ("compile-plugins-unavailable", layout(COMPILED, *WHOLE), layout(*WHOLE)),
+    (
+        "compile-stage-b-unavailable",
+        reasoning(COMPILED),
+        reasoning(COMPILED, "training.stage=a"),
+    ),
+    (
+        "compile-while-probing",
+        layout(COMPILED, "training.micro_batch_size=auto"),
+        layout("training.micro_batch_size=auto"),
     ),
     (
         "nvme-unavailable",
