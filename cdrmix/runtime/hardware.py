@@ -155,7 +155,7 @@ def _use_deterministic_algorithms() -> None:
     # the compiler reads this when it is imported
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     if (settings := sys.modules.get("torch._inductor.config")) is not None:
-        settings.deterministic = True
+        settings.deterministic = True  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:
@@ -182,7 +182,7 @@ def matmul_flops_per_second(precision: Literal["bf16", "fp32"]) -> float:
     size = 256
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = torch.ones(2, size, size, dtype=dtype).unbind(0)
-    seconds = []
+    seconds: list[float] = []
     end = time.perf_counter() + 0.1
     while len(seconds) < 2 or time.perf_counter() < end:  # the first one sets up
         began = time.perf_counter()

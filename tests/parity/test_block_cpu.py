@@ -83,6 +83,8 @@ def test_other_types_and_graphs_take_pytorchs_forms() -> None:
     norm = RMSNorm(8, eps=1e-6)
     x = torch.randn(3, 8)
     assert not block_cpu.can_run(x.bfloat16(), norm.weight)
+    double = x.double().requires_grad_()
+    assert torch.autograd.gradcheck(squared_relu, double)
     compiled = torch.compile(lambda x: squared_relu(norm(x)), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), squared_relu(norm(x)))
     torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
