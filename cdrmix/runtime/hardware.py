@@ -155,7 +155,7 @@ def _use_deterministic_algorithms() -> None:
     # the compiler reads this when it is imported
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     if (settings := sys.modules.get("torch._inductor.config")) is not None:
-        settings.deterministic = True
+        settings.deterministic = True  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:
