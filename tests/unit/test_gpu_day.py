@@ -56,7 +56,7 @@ def test_a_stage_that_fails_does_not_end_the_day_and_the_page_tells_of_it(tmp_pa
     text = section(read_results(tmp_path), read_predictions())
     assert "failed with exit code 3." in text
     assert "- copy: tb per second: 1.5, expected 4.3 (3.8 to 4.8) TB/s" in text
-    assert "Stages not measured: check, wkv, step, block, loss, attention, tests." in text
+    assert "Stages not measured: check, wkv, step, block, triton, loss, attention, tests." in text
     page = place(PAGE.read_text(encoding="utf-8"), "gpu", text)
     assert page.count("## GPU\n") == 1
     assert page.index("failed with exit code 3") < page.index("<!-- begin wkv7 -->")

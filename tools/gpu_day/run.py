@@ -34,6 +34,7 @@ STAGES = {
     "wkv": 200,
     "step": 540,
     "block": 240,
+    "triton": 90,
     "loss": 60,
     "attention": 60,
     "tests": 240,

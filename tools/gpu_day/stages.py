@@ -247,6 +247,14 @@ def _kernels(action: Callable[[], object]) -> Row:
     }
 
 
+def triton(bench: Bench) -> Iterator[Row]:
+    """Our Triton kernels beside the eager forms, where their gradients pass."""
+    from tools.benchmark.triton_kernels import measure
+
+    for row in (measure(20) or {}).get("rows", []):
+        yield {"name": row.pop("function"), **row}
+
+
 def loss(bench: Bench) -> Iterator[Row]:
     """The head and cross-entropy, forward and backward."""
     from cdrmix.objectives.language_model import linear_cross_entropy
@@ -309,7 +317,7 @@ def tests(bench: Bench) -> Iterator[Row]:
 
 _STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     each.__name__: each
-    for each in (environment, check, gemm, wkv, step, block, loss, attention, tests)
+    for each in (environment, check, gemm, wkv, step, block, triton, loss, attention, tests)
 }
 
 
