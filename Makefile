@@ -34,10 +34,10 @@ PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train cpt test lint format bench faults coverage clean FORCE
+.PHONY: help setup train cpt test lint format bench gpu-day faults coverage clean FORCE
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##/\1 \t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*##/\1 \t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(STAMP)  ## make .venv with the package and its development extras
 
@@ -64,6 +64,9 @@ format: setup  ## rewrite the sources in the house's layout
 
 bench: setup  ## run the paired benchmarks of docs/benchmarks.md
 	@$(BIN)/python -m tools.benchmark.run $(ARGS)
+
+gpu-day: setup  ## measure what docs/benchmarks.md says of a GPU, and judge the predictions
+	@$(BIN)/python -m tools.gpu_day.run $(ARGS)
 
 faults: setup  ## break runs in every known way and print which ways they survive
 	@$(BIN)/python -m tests.faults $(ARGS)

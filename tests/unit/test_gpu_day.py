@@ -1,0 +1,83 @@
+"""A GPU day: a stage that dies costs only itself, and wrong predictions are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.benchmark.run import PAGE, place
+from tools.gpu_day.predictions import judge, read_predictions
+from tools.gpu_day.run import STAGES, read_results, run_stage, section
+from tools.gpu_day.step import VARIANTS
+
+# Writes a row and the id of a process of its own, then does as the name of the stage says.
+_STAGE = """
+import json, pathlib, subprocess, sys
+name, out = sys.argv[1], pathlib.Path(sys.argv[3])
+sleeper = subprocess.Popen(["sleep", "600"])
+with (out / f"{name}.rows.jsonl").open("w") as file:
+    file.write(json.dumps({"name": "copy", "tb_per_second": 1.5, "sleeper": sleeper.pid}) + "\\n")
+    file.write('{"name": "cut sh')
+if name == "check":
+    sleeper.wait()
+sys.exit(3 if name == "gemm" else 0)
+"""
+_COMMAND = [sys.executable, "-c", _STAGE]
+
+
+def is_alive(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_stage_past_its_limit_is_killed_with_its_children_and_keeps_its_rows(
+    tmp_path: Path,
+) -> None:
+    result = run_stage("check", tmp_path, seconds=1.5, command=_COMMAND, smoke=True)
+    assert result["outcome"] == "ended by its limit of 2 s"
+    (row,) = result["rows"]
+    deadline = time.monotonic() + 5  # a killed process takes a moment
+    while is_alive(row["sleeper"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(row["sleeper"])
+    assert json.loads((tmp_path / "check.json").read_text()) == result
+
+
+def test_a_stage_that_fails_does_not_end_the_day_and_the_page_tells_of_it(tmp_path: Path) -> None:
+    for name in ("gemm", "environment"):
+        run_stage(name, tmp_path, seconds=20, command=_COMMAND, smoke=True)
+    text = section(read_results(tmp_path), read_predictions())
+    assert "failed with exit code 3." in text
+    assert "- copy: tb per second: 1.5, expected 4.3 (3.8 to 4.8) TB/s" in text
+    assert "Stages not measured: check, wkv, step, block, triton, loss, attention, tests." in text
+    page = place(PAGE.read_text(encoding="utf-8"), "gpu", text)
+    assert page.count("## GPU\n") == 1
+    assert page.index("failed with exit code 3") < page.index("<!-- begin wkv7 -->")
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [(3.8, "right"), (4.8, "right"), (3.79, "WRONG"), (4.81, "WRONG"), (None, "not measured")],
+)
+def test_a_figure_outside_of_its_range_makes_the_prediction_wrong(
+    measured: float | None, verdict: str
+) -> None:
+    rows = [{"name": "copy", **({} if measured is None else {"tb_per_second": measured})}]
+    judged = judge({"environment": {"rows": rows}}, read_predictions())
+    assert judged[0]["verdict"] == verdict
+    assert {each["verdict"] for each in judged[1:]} == {"not measured"}
+
+
+def test_the_predictions_are_of_stages_and_variants_that_there_are() -> None:
+    for each in read_predictions():
+        assert each["stage"] in STAGES
+        assert each["low"] <= each["expected"] <= each["high"]
+        if each["stage"] == "step":
+            assert each["row"] in {variant.name for variant in VARIANTS}
