@@ -330,9 +330,9 @@ CASES: list[tuple[str, Combination, Combination]] = [
         layout("training.activation_checkpointing=block", LARGE),
     ),
     (
-        "selective-unavailable",
+        "hf-selective",
+        hf(layout("training.activation_checkpointing=selective")),
         layout("training.activation_checkpointing=selective"),
-        layout("training.activation_checkpointing=block"),
     ),
     (
         "nvme-unavailable",
