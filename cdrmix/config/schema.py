@@ -243,7 +243,7 @@ class TrainingConfig(Section):
     come first."""
     activation_checkpointing: Recomputation = Field("none", json_schema_extra=_with_older_values)
     """What is computed again in the backward pass to save memory; by the plan when left out. none:
-    nothing; selective: what is cheap, such as mixes, gates and norms, while results of matrix
+    nothing; selective: what is cheap, such as mixes, gates and norms, while results of large matrix
     products and of the mixers are kept; block: each block; spans: each block, by so many tokens at
     a time. Older files have true (block, or spans where their tokens are given) and false."""
     compile: Literal["off", "blocks", "reduce-overhead"] = "off"

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models import block_cpu, expert_rows_triton, triton_launch
 from cdrmix.models.initialize import normal_
+from cdrmix.models.rebuild import cheaply
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -78,8 +79,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes [B, T, D] -> [B, T, D]."""
         if self.gate is None:
-            return self.down(squared_relu(self.up(x)))
-        return self.down(swiglu(self.gate(x), self.up(x)))
+            return self.down(cheaply(squared_relu, self.up(x)))
+        return self.down(cheaply(swiglu, self.gate(x), self.up(x)))
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:

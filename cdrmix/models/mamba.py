@@ -34,6 +34,7 @@ from cdrmix.models.expert_rows import (
 from cdrmix.models.initialize import generator, normal_, uniform_
 from cdrmix.models.mixer import Gathered, Mixer
 from cdrmix.models.moe import Router
+from cdrmix.models.rebuild import cheaply
 from cdrmix.models.selective_scan import ScanInputs, selective_scan
 
 # Range from which state-spaces/mamba draws the first time steps, and their smallest value.
@@ -109,7 +110,7 @@ class Mamba(Mixer):
         taps, size = self.sizes.conv_size, self.sizes.state_size
         window = None if state is None else state.window.to(entering.dtype)
         weight = self.conv_weight.view(-1, taps)
-        u = convolve(entering, window, weight, self.conv_bias, segment_ids)
+        u = cheaply(convolve, entering, window, weight, self.conv_bias, segment_ids)
         low, b, c = self.x_proj(u).split([self.rank, size, size], dim=-1)
         rates = -torch.exp(self.a_log.float()).view(-1, size)
         inputs = ScanInputs(u, self.dt_proj(low), self.dt_bias, rates, b, c, self.d, gate)
@@ -205,14 +206,14 @@ class RoutingMamba(Mamba):
         experts, weights, probability_sum, z_sum = self.router(tokens)
         order = sort_by_expert(experts, self.num_experts, None)
         ends = order.ends
-        rows = gather_rows(tokens, order)  # [n k, D], by expert
+        rows = cheaply(gather_rows, tokens, order)  # [n k, D], by expert
         entering, gate = (
             _sum_choices(grouped_product(rows, stack, ends), order)
             for stack in (self.inputs, self.gates)
         )
         entering, gate = (_placed(each, x, is_token) for each in (entering, gate))
         y, after = self.scan(entering, gate, state, segment_ids)
-        rows = gather_rows(_taken(y, is_token), order)
+        rows = cheaply(gather_rows, _taken(y, is_token), order)
         rows = grouped_product(rows, self.outputs, ends)  # [n k, D]
         out = weighted_sum(rows, weights, order)
         no_capacity = torch.zeros_like(z_sum)

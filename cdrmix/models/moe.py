@@ -37,6 +37,7 @@ from cdrmix.models.expert_rows import (
 )
 from cdrmix.models.feed_forward import squared_relu, swiglu
 from cdrmix.models.initialize import normal_
+from cdrmix.models.rebuild import cheaply
 from cdrmix.planning.blocks.routers import (
     NUM_TOTALS,
     RouterPart,
@@ -192,9 +193,9 @@ class GroupedExperts(nn.Module):
             return self.forward(F.pad(rows, (0, 0, 0, 1)), ends)[:0]
         inner = grouped_product(rows, self.up, ends)  # [M, F]
         if self.gate is None:
-            inner = squared_relu(inner)
+            inner = cheaply(squared_relu, inner)
         else:
-            inner = swiglu(grouped_product(rows, self.gate, ends), inner)
+            inner = cheaply(swiglu, grouped_product(rows, self.gate, ends), inner)
         return grouped_product(inner, self.down, ends)
 
 
@@ -238,7 +239,7 @@ class ExpertLayer(MOELayer):
         dropping = moe.drop_tokens and self.training
         order = sort_by_expert(experts, moe.num_experts, capacity if dropping else None)
         if self.ep_size == 1:
-            rows = self.experts(gather_rows(tokens, order), order.ends)
+            rows = self.experts(cheaply(gather_rows, tokens, order), order.ends)
         else:
             rows, order = self._apply_spread_experts(tokens, order)
         out = weighted_sum(rows, weights, order)

@@ -1,9 +1,10 @@
-"""Runs blocks, and recomputes them in the backward pass: whole, or in spans of tokens.
+"""Runs blocks, and recomputes them in the backward pass: selectively, whole, or in spans of tokens.
 
-Recomputed whole, a block saves its input for backward; while it is recomputed, activations of all T
-tokens are there. In spans (sequence checkpointing) they are there for one span at a time, and the
-recurrent state between spans is saved. Where a mixer looks at all tokens at once, it is recomputed
-over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
+Selectively, cheap functions inside of a block are run again (`rebuild`). Recomputed whole, a block
+saves its input for backward; while it is recomputed, activations of all T tokens are there. In
+spans (sequence checkpointing) they are there for one span at a time, and the recurrent state
+between spans is saved. Where a mixer looks at all tokens at once, it is recomputed over all of
+them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
 # B batch, T time, D hidden, R routers, S statistics in a row
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -24,6 +26,7 @@ from cdrmix.models import wkv7_fla
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.compiled import train_block
 from cdrmix.models.mixture_of_depths import RoutedBlock, RoutedState, RoutedStatistics
+from cdrmix.models.rebuild import rebuilding
 
 
 class Statistics(NamedTuple):
@@ -59,8 +62,8 @@ def run_blocks(
         x: residual stream, [B, T, D].
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         segment_ids, state, return_state: see `Context`.
-        recompute: what is computed again in the backward pass; block and spans save each block's
-            input only.
+        recompute: what is computed again in the backward pass; selective: what is called through
+            `rebuild.cheaply`; block and spans save each block's input only.
         sequence_checkpoint_tokens: tokens of a span, where none begins from a state; None: all.
             Where tokens are dropped, each span has a capacity of its own.
         is_compiled: blocks run as `compiled.train_block` does, where gradients are wanted.
@@ -84,7 +87,8 @@ def run_blocks(
                 x, parts, after = block.advance(x, v_first, past)
             else:
                 assert not is_recomputed or len(spans) == 1, "rules refuse spans"
-                x, parts = _choose(block, x, v_first, segment_ids, recompute=is_recomputed)
+                with _kept(block, recompute):
+                    x, parts = _choose(block, x, v_first, segment_ids, recompute=is_recomputed)
             part = parts.experts
             depth.append(parts.depth)
         elif is_compiled:
@@ -93,7 +97,8 @@ def run_blocks(
             run = functools.partial(_recomputed, train_block) if is_recomputed else train_block
             x, v_first, part = run(block, x, v_first, segment_ids)
         elif not is_recomputed:
-            x, v_first, part, after = block(x, v_first, past, segment_ids)
+            with _kept(block, recompute):
+                x, v_first, part, after = block(x, v_first, past, segment_ids)
         elif len(spans) == 1:
             x, v_first, part, after = _recomputed(block, x, v_first, past, segment_ids)
         else:
@@ -110,6 +115,13 @@ def run_blocks(
     routed = [part for part in statistics if part is not None]
     found = Statistics(torch.cat(routed) if routed else None, torch.stack(depth) if depth else None)
     return x, v_first, found, states if return_state else None
+
+
+def _kept(block: Block, recompute: Recomputation) -> AbstractContextManager[None]:
+    """Context of a block's forward pass in which autograd saves what this form keeps."""
+    if recompute == "selective" and torch.is_grad_enabled():
+        return rebuilding(block)
+    return nullcontext()
 
 
 def _spans(length: int, step: int | None) -> list[slice]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
 from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.rebuild import cheaply
 from cdrmix.models.rwkv7_pointwise import (
     blend_values,
     gated_output,
@@ -59,7 +60,8 @@ class TokenShift(nn.Module):
         """Mixes as `shift_mix`; `last` is None at the start of a sequence."""
         if last is None:
             last, segment_ids = self.begin(x[:, -1], segment_ids)
-        return shift_mix(x, last, segment_ids, mu)
+        mixed: tuple[Tensor, ...] = cheaply(shift_mix, x, last, segment_ids, mu)
+        return mixed
 
 
 @dataclass
@@ -160,34 +162,32 @@ class TimeMix(Mixer):
         mixed = self.shift(x, state.last if state else None, segment_ids, mu)
         x_r, x_w, x_k, x_v, x_a, x_g = mixed
 
+        # All that reads the mixes comes first: they are made again when the backward pass has done
+        # with what is made of the products.
         r = self._heads(self.receptance(x_r))
         v = self.value(x_v)  # [B, T, D]
+        amount = None if v_first is None else x_v @ self.value_down
+        key = self._heads(self.key(x_k))
+        decay = torch.tanh(x_w @ self.decay_down)
+        iclr = x_a @ self.iclr_down
+        gate = torch.sigmoid(x_g @ self.gate_down)
+
         if v_first is None:
             v_first = v
         else:
-            amount = x_v @ self.value_down @ self.value_up
-            v = blend_values(v, v_first, amount, self.value_bias)
+            v = cheaply(_blend, v, v_first, amount, self.value_up, self.value_bias)
         v = self._heads(v)
-        lw, k, a, b = recurrence_inputs(
-            self._heads(self.key(x_k)),
-            self._heads(torch.tanh(x_w @ self.decay_down) @ self.decay_up),
-            self._heads(x_a @ self.iclr_down @ self.iclr_up),
-            decay_bias=self._heads(self.decay_bias),
-            iclr_bias=self._heads(self.iclr_bias),
-            k_k=self._heads(self.k_k),
-            k_a=self._heads(self.k_a),
-        )
+        vectors = (self._heads(x) for x in (self.decay_bias, self.iclr_bias, self.k_k, self.k_a))
+        paths = (decay, self.decay_up, iclr, self.iclr_up)
+        lw, k, a, b = cheaply(_make_inputs, key, *paths, *vectors)
         past = state.wkv if state else None
         y, wkv = self.recurrence(r, lw, k, v, a, b, past, segment_ids=segment_ids)
-        gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up
         norm = self.group_norm
-        out = gated_output(
-            y,
-            *(r, k, v, self._heads(gate)),
-            r_k=self._heads(self.r_k),
-            weight=self._heads(norm.weight),
-            bias=self._heads(norm.bias),
-            eps=norm.eps,
+        out = cheaply(
+            _gate,
+            *(y, r, k, v, gate, self.gate_up),
+            *(self._heads(x) for x in (self.r_k, norm.weight, norm.bias)),
+            norm.eps,
         )
         return self.output(out.flatten(2)), v_first, TimeMixState(last=x[:, -1], wkv=wkv)
 
@@ -226,6 +226,44 @@ class TimeMix(Mixer):
             weight = getattr(self, path).weight
             uniform_(weight, scale * bound, seed=seed, name=f"{name}.{path}")
         self.output.weight.zero_()
+
+
+# Low-rank products into D are within what may be computed again: they cost little, and the maths
+# around them reads what they give.
+
+
+def _blend(v: Tensor, v_first: Tensor, hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    return blend_values(v, v_first, hidden @ up, bias)
+
+
+def _make_inputs(
+    key: Tensor,
+    decay: Tensor,
+    decay_up: Tensor,
+    iclr: Tensor,
+    iclr_up: Tensor,
+    *vectors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Makes lw, k, a and b; see `recurrence_inputs`."""
+    names = ("decay_bias", "iclr_bias", "k_k", "k_a")
+    paths = ((hidden @ up).view_as(key) for hidden, up in ((decay, decay_up), (iclr, iclr_up)))
+    return recurrence_inputs(key, *paths, **dict(zip(names, vectors, strict=True)))
+
+
+def _gate(
+    y: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    up: Tensor,
+    r_k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> Tensor:
+    gate = (hidden @ up).view_as(y)
+    return gated_output(y, r, k, v, gate, r_k=r_k, weight=weight, bias=bias, eps=eps)
 
 
 class ChannelShift(nn.Module):

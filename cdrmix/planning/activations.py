@@ -23,8 +23,14 @@ from cdrmix.planning.blocks.block_type import (
     Setting,
     WKVForm,
     block_types,
+    rebuilt_norm,
 )
-from cdrmix.planning.blocks.feed_forward import routed_row_bytes, saved_by_feed_forward
+from cdrmix.planning.blocks.feed_forward import (
+    kept_by_feed_forward,
+    rebuilt_by_feed_forward,
+    routed_row_bytes,
+    saved_by_feed_forward,
+)
 from cdrmix.planning.counts import block_parameters
 from cdrmix.planning.depth import saved_by_routing, setting_inside, share_of_tokens
 from cdrmix.planning.layout import ELEMENT_BYTES, Degrees, Layout
@@ -75,6 +81,7 @@ class SavedActivations:
         length = self.training.sequence_length
         self.stages = cache(partial(stage_layers, self.model, length))
         self._halves_of = cache(self._halves)
+        self._kept_of, self._rebuilt_of = cache(self._kept), cache(self._rebuilt)
         self._form_of = cache(self._form)
 
     def largest_exchange(self, layout: Layout) -> int:
@@ -128,6 +135,8 @@ class SavedActivations:
             # v_first counts with the block that creates it, or is received from the stage before
             total = in_flight * (self.of_blocks(layout, stage) + (v_first if stage else 0))
             total += self._shared(stage, degrees)
+            if layout.activation_checkpointing == "selective":
+                total += max(self._most_rebuilt(layout, stage), unit_of_further)
         if stage == 0:
             token_ids = PerToken(8)
             total += in_flight * (self._norm + token_ids).on(degrees) * tokens
@@ -171,8 +180,13 @@ class SavedActivations:
             element_bytes=self.element_bytes,
         )
         last = setting.model.num_layers - 1
-        block = kind.saved(setting, last, form) + saved_by_feed_forward(setting, last)
-        of_block = (block + self._norm + self._norm).on(degrees) * tokens
+        is_selective = layout.activation_checkpointing == "selective"
+        if is_selective:
+            block = self._kept_in(setting, kind, last, form, degrees)
+        else:
+            block = kind.saved(setting, last, form) + saved_by_feed_forward(setting, last)
+            block += self._norm + self._norm
+        of_block = block.on(degrees) * tokens
         of_block += kind.saved_per_sample(setting, layout, form)
         outside = self._norm
         if mtp.kind == "deepseek":
@@ -182,7 +196,8 @@ class SavedActivations:
         if mtp.kind == "deepseek":  # two norms read the output of a depth that has a next one
             total -= (further - 1) * self._twice * tokens
         if not layout.recomputes_blocks:
-            return total + further * of_block, 0.0
+            again = self._rebuilt_in(setting, kind, last, form, degrees).on(degrees) * tokens
+            return total + further * of_block, again if is_selective else 0.0
         of_block += kind.saved_once(setting) - self._twice * tokens
         return total + further * self._stream * tokens, of_block
 
@@ -201,13 +216,52 @@ class SavedActivations:
         layers = self.stages(degrees.pipeline)[stage]
         for layer, number in Counter(self._like[layer] for layer in layers).items():
             form = self.sequence_form(layer, degrees)
-            mixer, feed_forward = self._halves_of(layer, form)
+            if layout.activation_checkpointing == "selective":
+                block = self._kept_of(layer, form, degrees)
+            else:
+                mixer, feed_forward = self._halves_of(layer, form)
+                block = mixer + feed_forward
             taken = share_of_tokens(self.model, layer) * tokens
             inside = setting_inside(self.setting, layer)
             per_sample = self.types[layer].saved_per_sample(inside, layout, form)
             of_router = self._by_routing(layer, tokens, degrees)
-            total += number * ((mixer + feed_forward).on(degrees) * taken + per_sample + of_router)
+            total += number * (block.on(degrees) * taken + per_sample + of_router)
         return total
+
+    def _most_rebuilt(self, layout: Layout, stage: int) -> float:
+        """Most bytes of one block of a stage that are made again at a time."""
+        degrees = layout.degrees
+        most = 0.0
+        for layer in {self._like[layer] for layer in self.stages(degrees.pipeline)[stage]}:
+            form = self.sequence_form(layer, degrees)
+            share = share_of_tokens(self.model, layer)
+            most = max(most, share * self._rebuilt_of(layer, form, degrees).on(degrees))
+        return most * self.tokens(layout)
+
+    def _kept(self, layer: int, form: SequenceForm, degrees: Degrees) -> PerToken:
+        """Bytes of a block that selective recomputation keeps."""
+        return self._kept_in(self.setting, self.types[layer], layer, form, degrees)
+
+    def _rebuilt(self, layer: int, form: SequenceForm, degrees: Degrees) -> PerToken:
+        """Most bytes of a block that it has made again at a time."""
+        return self._rebuilt_in(self.setting, self.types[layer], layer, form, degrees)
+
+    def _kept_in(
+        self, setting: Setting, kind: BlockType, layer: int, form: SequenceForm, degrees: Degrees
+    ) -> PerToken:
+        inputs = PerToken(2 * self._stream)  # of both norms
+        feed_forward = kept_by_feed_forward(setting, layer, degrees)
+        return inputs + kind.kept(setting, layer, form) + feed_forward
+
+    def _rebuilt_in(
+        self, setting: Setting, kind: BlockType, layer: int, form: SequenceForm, degrees: Degrees
+    ) -> PerToken:
+        entering = rebuilt_norm(setting)
+        if kind.shifts_channels:
+            entering += PerToken(self._stream)
+        feed_forward = rebuilt_by_feed_forward(setting, layer, degrees, entering)
+        moments = (*kind.rebuilt(setting, layer, form), feed_forward)
+        return max(moments, key=lambda each: each.on(degrees))
 
     def _shared(self, stage: int, degrees: Degrees) -> int:
         """Bytes that the layers of a stage share with others of their type."""

@@ -179,7 +179,10 @@ def _reasons(
             why = "takes less memory than without"
         if "activation_checkpointing" in training.model_fields_set:
             why = "training.activation_checkpointing as given"
-        reasons.append(f"activation checkpointing {plan.activation_checkpointing}: {why}")
+        form = plan.activation_checkpointing
+        if form == "selective":
+            why += "; what is no large product and no mixer is run again"
+        reasons.append(f"activation checkpointing {form}: {why}")
     if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
     if plan.fits and not plan.has_memory_tier:

@@ -40,9 +40,11 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         THIS_VERSION,
     ),
     Rule(
-        "selective-unavailable",
-        lambda x: x.training.activation_checkpointing == "selective",
-        "training.activation_checkpointing = selective is {unavailable}. Try block, or none",
-        THIS_VERSION,
+        "hf-selective",
+        lambda x: x.model.kind == "hf" and x.training.activation_checkpointing == "selective",
+        "training.activation_checkpointing = selective with "
+        "model.kind = hf: layers of transformers do not tell what of them is cheap. Try block, or "
+        "none",
+        "transformers 5.23 modeling_layers.py: GradientCheckpointingLayer",
     ),
 )

@@ -137,7 +137,9 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
         micros = [1]
     if training.fixed_micro_batch_size is not None:
         micros = [training.fixed_micro_batch_size]
-    forms: list[Recomputation] = ["none", zero.most_recomputed(config.model)]
+    forms: list[Recomputation] = ["none", "selective", zero.most_recomputed(config.model)]
+    if config.model.kind == "hf":
+        forms.remove("selective")
     if "activation_checkpointing" in training.model_fields_set:
         forms = [training.activation_checkpointing]
     elif training.compile != "off":  # of whole sequences

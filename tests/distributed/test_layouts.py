@@ -32,6 +32,7 @@ LATE = CUT | {
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 RECOMPUTED = {"activation_checkpointing": "block"}
 COMPILED = {"compile": "blocks"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 # Experts of mixers are fewer than those of feed-forwards, which the rows of statistics must hold.
 MAMBA = {
     "mixers": ["mamba", "rwkv", "routing_mamba", "transformer"],
@@ -64,6 +65,12 @@ LAYOUTS = [
     Case(tensor=2, expert=2, accumulation=2, optimizer="sgd"),
     Case(tensor=2, moe=False, model={"num_kv_heads": 2}, profile="zero2"),
     Case(tensor=2, training=RECOMPUTED),
+    Case(tensor=2, expert=2, training=SELECTIVE, packed=True),
+    Case(data=2, expert=2, profile="expert", training=SELECTIVE, optimizer="sgd"),
+    Case(data=2, sequence=2, length=64, training=SELECTIVE, packed=True),
+    Case(pipeline=2, accumulation=2, profile="pipeline", training=SELECTIVE, optimizer="sgd"),
+    Case(data=2, moe=False, profile="zero3", training=SELECTIVE, zero=LATE, note="gathered late"),
+    Case(data=2, profile="zero2", model=TOPMOST, training=SELECTIVE),
     Case(tensor=4, expert=4),
     Case(data=2, tensor=2, optimizer="sgd"),
     Case(data=2, tensor=2, accumulation=2, profile="zero2"),

@@ -28,6 +28,7 @@ from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
 from tools.benchmark.storages import (
+    Rebuilt,
     Storages,
     gradient_storages,
     host_storages,
@@ -119,6 +120,25 @@ CASES = (
     Case("dense, wide, spans, micro batch 2", moe=False, hidden=256, micro_batch=2, length=256,
          checkpointing="spans", span=100),
     Case("MoE, bf16, spans", precision="bf16", length=512, checkpointing="spans", span=64),
+    Case("MoE, selective", checkpointing="selective"),
+    Case("dense, wide and long, selective", moe=False, hidden=256, length=384,
+         checkpointing="selective"),
+    Case("MoE in some layers, SwiGLU, 2 tensor ranks, selective", mixed=True, world=2, tensor=2,
+         checkpointing="selective"),
+    Case("MoE, 2 ranks, experts spread, ZeRO-2, selective", world=2, profile="zero2", expert=2,
+         length=512, checkpointing="selective"),
+    Case("MoE, bf16, selective", precision="bf16", checkpointing="selective"),
+    Case("MoE, routed blocks, selective", capacity=0.75, micro_batch=2, checkpointing="selective"),
+    Case("MoE, 2 ranks, sequence by heads, selective", world=2, sequence=2, length=32,
+         micro_batch=4, checkpointing="selective"),
+    Case("MoE, 2 ranks, sequence by states, selective", world=2, sequence=2, length=512,
+         checkpointing="selective"),
+    Case("dense, 2 ranks, ZeRO-3, selective", world=2, moe=False, hidden=384, profile="zero3",
+         checkpointing="selective"),
+    Case("Mamba, dense, selective", moe=False, mixers=MAMBA, length=512,
+         checkpointing="selective"),
+    Case("dense, deepseek depths, selective", moe=False, mtp="deepseek",
+         checkpointing="selective"),
     Case("MoE, 2 ranks, sequence by heads", world=2, sequence=2, length=32, micro_batch=4),
     Case("MoE, 2 ranks, sequence by states", world=2, sequence=2, length=512),
     Case("MoE, bf16, 2 ranks, sequence by states", world=2, sequence=2, precision="bf16",
@@ -277,11 +297,13 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     kept, loss = saved(forward, known=weights)
     gathered = storages(engine.module.parameters())
     kept = {key: piece for key, piece in kept.items() if key not in gathered}
-    if case.checkpointing != "none":
+    if case.checkpointing in ("block", "spans"):
         kept |= largest_unit(forward, known=weights)
     found = {"activations": total(kept)}
+    rebuilt = Rebuilt(known=weights | gathered | kept)
     del kept
-    engine.backward(loss)
+    rebuilt.run(lambda: engine.backward(loss))
+    found["activations"] += rebuilt.most
     gradients = gradient_storages(engine)
     found["gradients"] = total(without(gradients, host_storages(engine)))
     engine.step()

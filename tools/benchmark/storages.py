@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Storages = dict[int, torch.UntypedStorage]
 
@@ -68,6 +69,40 @@ def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
     with mock.patch.object(recompute, "_recomputed", measuring):
         run()
     return most[0]
+
+
+class Rebuilt:
+    """Bytes that selective recomputation has made again, at the fullest moment of `run`.
+
+    Attributes:
+        most: those bytes, with what the functions save that are run again.
+    """
+
+    def __init__(self, *, known: Storages) -> None:
+        self.known = known
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def run(self, backward: Callable[[], Any]) -> Any:
+        """Runs a backward pass."""
+        from cdrmix.models import rebuild
+
+        original = rebuild._again
+
+        def measuring(call: Any) -> Any:
+            if call.again is not None:
+                return original(call)
+            inside, result = saved(lambda: original(call), known=self.known)
+            inputs = storages(x for x in result[0] if torch.is_tensor(x))
+            for piece in (without(inside, inputs) | storages(result[1])).values():
+                self._live[piece._cdata] = (StorageWeakRef(piece), piece.nbytes())
+            del piece, inside
+            alive = [size for weak, size in self._live.values() if not weak.expired()]
+            self.most = max(self.most, sum(alive))
+            return result
+
+        with mock.patch.object(rebuild, "_again", measuring):
+            return backward()
 
 
 def weight_storages(engine: Any) -> Storages:

@@ -149,6 +149,18 @@ class BlockType(ABC):
         """Bytes saved by a mixer that all layers of the type, and all micro-batches, share."""
         return 0
 
+    def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """Bytes of `saved` that selective recomputation keeps (models/rebuild.py): by default all
+        but the input, which the norm gives again."""
+        saved = self.saved(setting, layer, form)
+        return PerToken(
+            saved.whole - setting.element_bytes * setting.model.hidden_size, saved.split
+        )
+
+    def rebuilt(self, setting: Setting, layer: int, form: SequenceForm) -> tuple[PerToken, ...]:
+        """Bytes that it has made again at each moment of the backward pass that may have most."""
+        return (rebuilt_norm(setting),)
+
     def span_state(self, setting: Setting) -> PerToken:
         """Bytes of a sample saved at the border of two recomputed spans, if a state is carried."""
         assert not self.carries_state, "a type that carries a state tells its size"
@@ -213,6 +225,21 @@ class BlockType(ABC):
     def module_class(self) -> Any:
         """Class of the module; imports torch."""
         return _found(self.module)
+
+
+def rebuilt_norm(setting: Setting) -> PerToken:
+    """Bytes of a norm that is computed again: its output, and what it saves for its own gradient.
+
+    On CPUs torch composes it: of the normalised input, in 16 bits of that and the input in float32.
+    """
+    width = setting.model.hidden_size
+    inside = 4.0
+    if setting.fuses_pointwise:
+        inside = 0
+    elif setting.device == "cpu":
+        wide = 1 if setting.element_bytes == FLOAT32_BYTES else 2
+        inside += FLOAT32_BYTES * wide * width
+    return PerToken(setting.element_bytes * width + inside)
 
 
 def block_type(name: str, model: ModelConfig | None = None) -> BlockType:

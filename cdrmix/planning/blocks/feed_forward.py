@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.planning.blocks.block_type import FLOAT32_BYTES, Moved, PerToken, Setting
+from cdrmix.planning.layout import Degrees
 from cdrmix.planning.parameter import Parameter
 
 
@@ -51,6 +52,46 @@ def saved_by_feed_forward(setting: Setting, layer: int) -> PerToken:
     router = size * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
     # each tensor rank routes its share of the tokens
     return PerToken(0, router + moe.top_k * routed_row_bytes(setting))
+
+
+def kept_by_feed_forward(setting: Setting, layer: int, degrees: Degrees) -> PerToken:
+    """Bytes of these that selective recomputation keeps: what the matrices into the inner features
+    give, rows that experts give, and rows that were exchanged."""
+    model = setting.model
+    size = setting.element_bytes
+    width = model.hidden_size
+    entering = len(linears(model)) - 1
+    if not model.has_experts(layer):
+        return PerToken(0, size * entering * model.ffn_hidden_size)
+    moe = model.moe
+    assert moe is not None, "the section lists the layer"
+    router = 8 * moe.num_experts + 8 + 40 * moe.top_k
+    if degrees.tensor > 1:  # a rank's share of the tokens is a copy
+        router += size * width
+    row = size * (width + entering * moe.expert_hidden_size)
+    if degrees.expert > 1:  # what an expert reads came from other ranks
+        row += size * width
+    return PerToken(0, router + moe.top_k * row)
+
+
+def rebuilt_by_feed_forward(
+    setting: Setting, layer: int, degrees: Degrees, entering: PerToken
+) -> PerToken:
+    """Most bytes that it has made again at any moment of the backward pass: what leads out of the
+    inner features, or what it reads, `entering`, with rows of that."""
+    model = setting.model
+    size = setting.element_bytes
+    # squared ReLU in PyTorch saves relu(x), beside its output
+    is_one = model.ffn_activation == "swiglu" or setting.fuses_pointwise
+    inner = size * (1 if is_one else 2)
+    if model.has_experts(layer):
+        assert model.moe is not None, "the section lists the layer"
+        leaving = PerToken(0, model.moe.top_k * inner * model.moe.expert_hidden_size)
+        if degrees.expert == 1:
+            entering += PerToken(0, model.moe.top_k * size * model.hidden_size)
+    else:
+        leaving = PerToken(0, inner * model.ffn_hidden_size)
+    return max(leaving, entering, key=lambda each: each.on(degrees))
 
 
 def routed_row_bytes(setting: Setting) -> int:

@@ -17,6 +17,7 @@ from cdrmix.planning.blocks.block_type import (
     PerToken,
     SequenceForm,
     Setting,
+    rebuilt_norm,
 )
 from cdrmix.planning.layout import Layout
 from cdrmix.planning.parameter import Parameter
@@ -89,6 +90,17 @@ class MambaBlock(BlockType):
         inner = mamba_sizes(model).expand * model.hidden_size
         ends = setting.element_bytes * (model.hidden_size + inner)
         return PerToken(ends + self._saved_inside(setting))
+
+    def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """All but the input and the convolved features."""
+        inner = mamba_sizes(setting.model).expand * setting.model.hidden_size
+        most = super().kept(setting, layer, form)
+        return PerToken(most.whole - setting.element_bytes * inner, most.split)
+
+    def rebuilt(self, setting: Setting, layer: int, form: SequenceForm) -> tuple[PerToken, ...]:
+        """The convolved features, or the input."""
+        inner = mamba_sizes(setting.model).expand * setting.model.hidden_size
+        return rebuilt_norm(setting), PerToken(setting.element_bytes * inner)
 
     def _saved_inside(self, setting: Setting) -> float:
         """Bytes of what enters, the convolved, the time step and the gate, I each, of R + 2 N
@@ -177,3 +189,21 @@ class RoutingMambaBlock(MambaBlock):
         forward += (7 * chosen + 2) * width + (12 * chosen - 6) * inner
         backward += (15 * chosen + 4) * width + (9 * chosen - 3) * inner
         return Moved(PerToken(size * forward), PerToken(size * backward), 70, 90)
+
+    def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """What the scan gives in place of its rows by expert, and no rows of the input."""
+        model = setting.model
+        sizes = self.router_sizes(model)
+        inner = mamba_sizes(model).expand * model.hidden_size
+        rows = setting.element_bytes * sizes.top_k * (model.hidden_size + inner)
+        less = rows + setting.element_bytes * model.hidden_size  # and the input of the router
+        return PerToken(self.saved(setting, layer, form).whole - less)
+
+    def rebuilt(self, setting: Setting, layer: int, form: SequenceForm) -> tuple[PerToken, ...]:
+        """Rows by expert of what the scan gives, or of the input."""
+        model = setting.model
+        sizes = self.router_sizes(model)
+        inner = mamba_sizes(model).expand * model.hidden_size
+        size = setting.element_bytes
+        entering = rebuilt_norm(setting) + PerToken(size * sizes.top_k * model.hidden_size)
+        return entering, PerToken(size * sizes.top_k * inner)

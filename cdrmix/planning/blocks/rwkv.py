@@ -21,6 +21,7 @@ from cdrmix.planning.blocks.block_type import (
     SequenceForm,
     Setting,
     is_v_first_made,
+    rebuilt_norm,
 )
 from cdrmix.planning.layout import Layout
 from cdrmix.planning.parameter import Parameter
@@ -105,6 +106,41 @@ class RWKVBlock(BlockType):
         per_head += 4 * 2 * width  # sigmoid of the decay and k * k_k, float32
         per_head += 4 * 2 * heads + size * 3 * heads  # two norms of k; mean, deviation of y, bonus
         return PerToken(whole, per_head + _saved_by_op(setting, form))
+
+    def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
+        """What large products and the recurrence give, and the low ranks: the mixes, the inputs of
+        the recurrence and the gated output are made again."""
+        model = setting.model
+        size = setting.element_bytes
+        width = model.hidden_size
+        ranks = model.low_rank_sizes()
+        hidden_ranks = ranks.decay + ranks.iclr + ranks.gate
+        if is_v_first_made(model, layer):
+            hidden_ranks += ranks.value
+        op = _saved_by_op(setting, form)
+        is_copied = setting.wkv == "cpp" and size < FLOAT32_BYTES  # the op reads float32
+        if form == "heads" or is_copied:  # what is read by the op is a copy
+            op -= 3 * size * width  # r, k and v beside it
+            op -= 4 * width if form != "heads" else 0  # of float32 there is no copy
+        else:  # r, k, v, a, b and lw; of values with zeros behind them v alone
+            op -= 5 * size * width + 4 * width
+        return PerToken(size * hidden_ranks, size * 4 * width + op)  # r, k and v entering, y
+
+    def rebuilt(self, setting: Setting, layer: int, form: SequenceForm) -> tuple[PerToken, ...]:
+        """The six mixes behind the norm, or what the gated output is made of."""
+        model = setting.model
+        size = setting.element_bytes
+        width = model.hidden_size
+        # output and gate; lw, k, a, b, decay, iclr; v, and its share of v_first
+        gated: float = (10 if is_v_first_made(model, layer) else 8) * size * width
+        mixes = rebuilt_norm(setting) + PerToken(6 * size * width)
+        if not setting.fuses_pointwise:
+            # and what PyTorch saves between them: kk, k * k_a, iclr - 1; y normed, r * k; lw, the
+            # sigmoid of the decay and k * k_k in float32; as of `saved`, of heads
+            gated += (4 * size + 3 * FLOAT32_BYTES - size) * width
+            gated += (2 * FLOAT32_BYTES + 3 * size) * model.num_heads
+            mixes += PerToken(size * width)  # the shift of x
+        return mixes, PerToken(0, gated)
 
     def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
         """States that are combined over sequence ranks: those entering each rank, the stacked ones,

@@ -331,9 +331,9 @@ CASES: list[tuple[str, Combination, Combination]] = [
         layout("training.activation_checkpointing=block", LARGE),
     ),
     (
-        "selective-unavailable",
+        "hf-selective",
+        hf(layout("training.activation_checkpointing=selective")),
         layout("training.activation_checkpointing=selective"),
-        layout("training.activation_checkpointing=block"),
     ),
     *(
         ("cuda-graphs-of-blocks", layout(REDUCED, **given), layout(COMPILED, **given))
