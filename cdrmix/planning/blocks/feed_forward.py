@@ -158,17 +158,17 @@ def _moved_by_routing(setting: Setting) -> Moved:
     if setting.fuses_blocks:
         forward, backward = routing_moved_fused(width, top_k)
         return Moved(PerToken(0, size * forward), PerToken(0, size * backward), 20, 20)
-    # the router takes a float32 copy of its input, and gives its gradient back in the input's type
+    # backward the router copies its input to float32, and its gradient from there
     copied = (size + FLOAT32_BYTES) * width if size < FLOAT32_BYTES else 0
     # rows of dropped choices are set to zero, once forward and once backward
     dropping = 2 if moe.drop_tokens else 0
     kept = 65 * top_k if moe.drop_tokens else 0  # bytes of indices and masks
     rows = size * (7 + dropping) * top_k * width
-    forward_bytes = rows - size * width + copied + 29 * experts + 7 * top_k * experts
+    forward_bytes = rows - size * width + 29 * experts + 7 * top_k * experts
     forward_bytes += 170 * top_k + kept
     more = 3 if model.ffn_activation == "swiglu" else 0  # rows have a gradient of each product
     rows = size * (13 + more + dropping) * top_k * width
-    backward_bytes = rows + copied + 84 * experts + 155 * top_k + kept
+    backward_bytes = rows + 2 * copied + 84 * experts + 155 * top_k + kept
     loops = 5 if moe.drop_tokens else 2  # kernels of each further choice
     return Moved(
         PerToken(0, forward_bytes),
