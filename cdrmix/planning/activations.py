@@ -61,6 +61,7 @@ class SavedActivations:
             device=device,
             wkv=wkv,
             segments_documents=config.data.segment_documents,
+            fuses_blocks=config.training.compile != "off",
         )
         self.types = block_types(self.model)
         self._has_v_first = any(kind.passes_v_first for kind in self.types)

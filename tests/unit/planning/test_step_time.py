@@ -57,8 +57,11 @@ def test_interleaving_divides_the_bubble() -> None:
     assert pipeline_seconds(1.0, micro_steps=8, stages=5, parts=4) == 9
 
 
-def estimated(cluster: Cluster, *, micro: int = 2, **changes: object) -> Cost:
-    config = load_config(shipped("model_configs") / "cdrmix-core-1b.yaml")
+def estimated(
+    cluster: Cluster, *, micro: int = 2, compiled: bool = False, **changes: object
+) -> Cost:
+    overrides = ["training.compile=blocks"] if compiled else []
+    config = load_config(shipped("model_configs") / "cdrmix-core-1b.yaml", overrides)
     layout = Layout(Degrees(), 1, micro, 128 // micro, "none")
     memory = MemoryModel(config, cluster.device)
     return CostModel(memory, cluster).estimate(replace(layout, **changes))  # type: ignore[arg-type]
@@ -97,6 +100,13 @@ def test_recomputed_blocks_run_forward_again_and_the_head_does_not() -> None:
     cheap = estimated(H200, activation_checkpointing="selective")
     assert cheap.product_seconds == kept.product_seconds
     assert kept.memory_seconds < cheap.memory_seconds <= again.memory_seconds
+
+
+def test_compiled_blocks_move_fewer_bytes() -> None:
+    kept, compiled = estimated(H200), estimated(H200, compiled=True)
+    assert compiled.product_seconds == kept.product_seconds
+    assert compiled.memory_seconds < 0.7 * kept.memory_seconds
+    assert compiled.launch_seconds < kept.launch_seconds
 
 
 def test_a_larger_micro_batch_sums_gradients_less_often() -> None:
