@@ -46,7 +46,7 @@ _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 
 
 class Moved(NamedTuple):
-    """What a block's forward and backward pass move, but for matrix products."""
+    """Traffic of a block, forward and backward, but for matrix products."""
 
     kernels: int
     kilobytes: float  # a token, of 1,000 bytes
