@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class _Note(NamedTuple):
-    """What is kept of a tensor that can be made again."""
+    """Record of a tensor that can be made again."""
 
     call: Any  # context of the `_Cheap` that made it
     number: int  # of its result
@@ -34,7 +34,7 @@ class _Note(NamedTuple):
 
 
 class _OfParameter(NamedTuple):
-    """What is kept of a parameter whose values are gathered for each pass."""
+    """Record of a parameter whose values are gathered for each pass."""
 
     parameter: nn.Parameter
     shape: torch.Size
@@ -42,7 +42,7 @@ class _OfParameter(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What hooks outside made of any other tensor."""
+    """Record of any other tensor, as hooks outside gave it."""
 
     value: Any
     unpack: Callable[[Any], Tensor]

@@ -1,4 +1,4 @@
-"""What was expected of a GPU before one was there, held against what was measured."""
+"""Predictions for a GPU before one was there, held against what is measured."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def environment(bench: Bench) -> Iterator[Row]:
 
 
 def check(bench: Bench) -> Iterator[Row]:
-    """Whether fla's kernels are right here, by head size, packing and chunk."""
+    """Check fla's kernels here, by head size, packing and chunk."""
     from cdrmix.models import wkv7_fla
 
     for head, packed in ((128, False), (128, True), (64, False)):

@@ -191,7 +191,7 @@ class RoutingMambaBlock(MambaBlock):
         return Moved(PerToken(size * forward), PerToken(size * backward), 70, 90)
 
     def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
-        """What the scan gives in place of its rows by expert, and no rows of the input."""
+        """Counts results of the scan in place of its rows by expert, and no rows of the input."""
         model = setting.model
         sizes = self.router_sizes(model)
         inner = mamba_sizes(model).expand * model.hidden_size

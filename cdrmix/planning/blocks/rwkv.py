@@ -108,8 +108,8 @@ class RWKVBlock(BlockType):
         return PerToken(whole, per_head + _saved_by_op(setting, form))
 
     def kept(self, setting: Setting, layer: int, form: SequenceForm) -> PerToken:
-        """What large products and the recurrence give, and the low ranks: the mixes, the inputs of
-        the recurrence and the gated output are made again."""
+        """Counts results of large products, of the recurrence and of the low ranks: the mixes, the
+        inputs of the recurrence and the gated output are made again."""
         model = setting.model
         size = setting.element_bytes
         width = model.hidden_size
