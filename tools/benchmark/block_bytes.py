@@ -1,10 +1,8 @@
-"""Kernels and bytes a token of a block, counted without running it, forward and backward together.
+"""Kernels and bytes a token of a block under torch.compile, counted without running it.
 
-As they are, on the meta device: each operator that is no view is one kernel, which reads its
-tensors once and writes its results once, as PyTorch does on a GPU; norms and attention are one
-kernel each. Compiled: what inductor has scheduled for its C++ backend, neither built nor run. The
-recurrence is one kernel each way in both, and weights, which all tokens of a micro-batch share, are
-in the count.
+What inductor has scheduled for its C++ backend, neither built nor run, forward and backward
+together; the recurrence is one kernel each way. `tools.benchmark.count_bytes` counts blocks as they
+are, which `measure` puts beside it.
 """
 
 # B batch, T time, D hidden
@@ -15,13 +13,9 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cdrmix import runtime
 
@@ -32,15 +26,7 @@ from cdrmix.config.model import ModelConfig  # noqa: E402
 from cdrmix.models import compiled, wkv7  # noqa: E402
 from cdrmix.models.block import Block  # noqa: E402
 from cdrmix.models.rwkv7 import TimeMix  # noqa: E402
-
-_VIEWS = frozenset(
-    {
-        *("view", "_unsafe_view", "reshape", "_reshape_alias", "view_as", "as_strided", "alias"),
-        *("transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "unflatten", "detach"),
-        *("select", "slice", "split", "split_with_sizes", "unbind", "chunk", "narrow"),
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"),
-    }
-)
+from tools.benchmark.count_bytes import count_block  # noqa: E402
 
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 
@@ -52,27 +38,18 @@ class Moved(NamedTuple):
     kilobytes: float  # a token, of 1,000 bytes
 
 
-def as_it_is(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> Moved:
-    """Counts a block as it is, in bf16, with a micro-batch of `tokens`, (B, T)."""
-    counter = _Counter()
-    norm, attention = (_one_kernel(counter, inputs) for inputs in (1, 3))
-    with (
-        mock.patch.object(F, "rms_norm", lambda x, shape, weight, eps: norm.apply(x, weight)),
-        mock.patch.object(
-            F, "scaled_dot_product_attention", lambda q, k, v, **_: attention.apply(q, k, v)
-        ),
-        torch.device("meta"),
-    ):
-        block, inputs = _block(config, layer, tokens)
-        with counter:
-            x, _, statistics = compiled._whole(block, *inputs, None)
-            outputs = [x] + ([] if statistics is None else [statistics])
-            torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
-    return Moved(counter.kernels, counter.bytes / tokens[0] / tokens[1] / 1e3)
+def as_it_is(
+    config: ModelConfig, layer: int, tokens: tuple[int, int], *, is_fused: bool = False
+) -> Moved:
+    """Counts a block as `as_compiled`, without a compiler; with our own kernels if `is_fused`."""
+    shape = {"batch": tokens[0], "length": tokens[1], "dtype": torch.bfloat16}
+    passes = count_block(config, layer, **shape, is_fused=is_fused)  # type: ignore[arg-type]
+    numbers, sizes = zip(*(each.total(products=False) for each in passes), strict=True)
+    return Moved(sum(numbers), sum(sizes) / tokens[0] / tokens[1] / 1e3)
 
 
 def as_compiled(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> Moved:
-    """Counts a block as `as_it_is`, compiled."""
+    """Counts a compiled block in bf16, with a micro-batch of `tokens`, (B, T)."""
     kernels: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -114,47 +91,6 @@ def _one_recurrence(*inputs: Any, segment_ids: Tensor | None = None) -> tuple[Te
     """The recurrence as a GPU has it: through the operator of fla, which runs nowhere here."""
     y, s, *_ = wkv7._TRACED["fla"](*inputs, segment_ids, 0, False)
     return y, s
-
-
-class _Counter(TorchDispatchMode):
-    """Kernels and bytes of what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = 0
-        self.bytes = 0
-
-    def add(self, tensors: Sequence[Any]) -> None:
-        self.kernels += 1
-        self.bytes += sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in _VIEWS | _PRODUCTS:
-            self.add([*tree_leaves((args, kwargs or {})), *tree_leaves(out)])
-        return out
-
-
-def _one_kernel(counter: _Counter, gradients: int) -> Any:
-    """Makes a Function of one kernel each way, with the gradients of its first inputs."""
-
-    class One(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            ctx.save_for_backward(*inputs)
-            out = torch.empty_like(inputs[0])
-            counter.add([*inputs, out])
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            found = [torch.empty_like(x) for x in ctx.saved_tensors]
-            counter.add([*ctx.saved_tensors, grad, *found[:gradients]])
-            return tuple(found)
-
-    return One
 
 
 def _scheduled(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> list[int]:
@@ -210,8 +146,10 @@ def measure(name: str = "cdrmix-core-1b", tokens: tuple[int, int] = (2, 4096)) -
     rows = []
     for kind in dict.fromkeys(kinds):
         layer = max(place for place, each in enumerate(kinds) if each == kind)
-        eager, joined = (count(config, layer, tokens) for count in (as_it_is, as_compiled))
-        rows.append({"block": kind, "eager": eager._asdict(), "compiled": joined._asdict()})
+        row: dict[str, Any] = {"block": kind}
+        for form, is_fused in (("eager", False), ("our kernels", True)):
+            row[form] = as_it_is(config, layer, tokens, is_fused=is_fused)._asdict()
+        rows.append(row | {"compiled": as_compiled(config, layer, tokens)._asdict()})
     return {"model": name, "tokens": tokens[0] * tokens[1], "rows": rows}
 
 

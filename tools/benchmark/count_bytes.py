@@ -112,9 +112,12 @@ def _opaque(name: str, like: int, counter: Callable[[], Kernels]) -> Any:
 
 
 @contextlib.contextmanager
-def _kernels_of_a_gpu(counter: Callable[[], Kernels]) -> Iterator[None]:
-    """Makes norms, attention, recurrence and scan one kernel each."""
-    from cdrmix.models import mamba, rwkv7
+def _kernels_of_a_gpu(counter: Callable[[], Kernels], *, is_fused: bool) -> Iterator[None]:
+    """Makes norms, attention, recurrence and scan one kernel each, and runs none of ours.
+
+    Ours take the place of the eager forms if `is_fused`, as on GPUs where their gradients pass.
+    """
+    from cdrmix.models import mamba, rwkv7, triton_launch
 
     norm, flash, recurrence, scan = (
         _opaque(name, like, counter)
@@ -127,7 +130,12 @@ def _kernels_of_a_gpu(counter: Callable[[], Kernels]) -> Iterator[None]:
     def selective_scan(inputs: Any, past: Any, **_: Any) -> tuple[Tensor, Tensor]:
         return scan.apply(*inputs), inputs[0].new_empty(0)
 
+    def launch(module: str, kernel: str, grid: Any, *arguments: Any, **_: Any) -> None:
+        counter().add(kernel, tree_leaves(arguments))
+
     replaced: list[tuple[Any, str, Any]] = [
+        (triton_launch, "launch", launch),
+        (triton_launch, "can_run", lambda *_, **__: is_fused),
         (F, "rms_norm", lambda x, shape, weight, eps: norm.apply(x, weight)),
         (F, "scaled_dot_product_attention", lambda q, k, v, **_: flash.apply(q, k, v)),
         (rwkv7, "wkv7", wkv7),
@@ -144,14 +152,23 @@ def _kernels_of_a_gpu(counter: Callable[[], Kernels]) -> Iterator[None]:
 
 
 def count_block(
-    model: ModelConfig, layer: int, *, batch: int, length: int, dtype: torch.dtype
+    model: ModelConfig,
+    layer: int,
+    *,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    is_fused: bool = False,
 ) -> tuple[Kernels, Kernels]:
-    """Counts the kernels of a block in a forward and a backward pass of [batch, length] tokens."""
+    """Counts the kernels of a block in a forward and a backward pass of [batch, length] tokens.
+
+    With our own Triton kernels if `is_fused`.
+    """
     from cdrmix.models.block import Block
     from cdrmix.planning.blocks.block_type import is_v_first_made
 
     counted = _Counting()
-    with _kernels_of_a_gpu(lambda: counted.kernels):
+    with _kernels_of_a_gpu(lambda: counted.kernels, is_fused=is_fused):
         with torch.device("meta"):
             block = Block(model, layer).to(dtype)
             x = torch.empty(batch, length, model.hidden_size, dtype=dtype, requires_grad=True)
