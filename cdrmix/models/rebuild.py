@@ -70,7 +70,7 @@ class _Region:
         view = (tensor.shape, tensor.stride())
         _, call, number = self.sources.get(tensor.untyped_storage()._cdata, (None, None, 0))
         if call is not None and tensor.dtype == call.dtypes[number]:
-            return _Note(call, number, *view, tensor.storage_offset())
+            return _Note(call, number, *view, int(tensor.storage_offset()))
         for parameter in self.parameters:
             if parameter.data_ptr() == tensor.data_ptr() != 0:
                 return _OfParameter(parameter, *view)
