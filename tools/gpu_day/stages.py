@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,12 @@ def gemm(bench: Bench) -> Iterator[Row]:
         "head": (n, d, v),
         "weight of the head": (v, n, d),
     }
-    for name, (rows, inner, columns) in products.items():
+    for name, (outer, inner, columns) in products.items():
 
-        def dense(rows: int = rows, inner: int = inner, columns: int = columns) -> Row:
-            a, b = bench.randn(rows, inner), bench.randn(inner, columns)
+        def dense(outer: int = outer, inner: int = inner, columns: int = columns) -> Row:
+            a, b = bench.randn(outer, inner), bench.randn(inner, columns)
             took = bench.milliseconds(lambda: a @ b)
-            return {"tflops": 2 * rows * inner * columns / took / 1e9}
+            return {"tflops": 2 * outer * inner * columns / took / 1e9}
 
         yield attempt(name, dense)
     rows = 2 * n
@@ -131,20 +132,17 @@ def gemm(bench: Bench) -> Iterator[Row]:
         sizes[0] += rows - sum(sizes)
         ends = torch.tensor(sizes, device=bench.device).cumsum(0).to(torch.int32)
         x, g, w = bench.randn(rows, d), bench.randn(rows, f), bench.randn(_EXPERTS, f, d)
-        forms: dict[str, Callable[[], object]] = {
-            "experts up": lambda x=x, w=w, ends=ends: F.grouped_mm(x, w.mT, offs=ends),
-            "gradient of their rows": lambda g=g, w=w, ends=ends: F.grouped_mm(g, w, offs=ends),
-            "gradient of their weights": lambda g=g, x=x, ends=ends: F.grouped_mm(
-                g.t(), x, offs=ends
-            ),
+        forms = {
+            "experts up": partial(F.grouped_mm, x, w.mT, offs=ends),
+            "gradient of their rows": partial(F.grouped_mm, g, w, offs=ends),
+            "gradient of their weights": partial(F.grouped_mm, g.t(), x, offs=ends),
         }
         for name, action in forms.items():
-            yield attempt(
-                f"{name}, {rows} rows, {balance}",
-                lambda action=action: {
-                    "tflops": 2 * rows * d * f / bench.milliseconds(action) / 1e9
-                },
-            )
+
+            def grouped(action: Callable[[], object] = action) -> Row:
+                return {"tflops": 2 * rows * d * f / bench.milliseconds(action) / 1e9}
+
+            yield attempt(f"{name}, {rows} rows, {balance}", grouped)
 
 
 def wkv(bench: Bench) -> Iterator[Row]:
@@ -295,7 +293,8 @@ def attention(bench: Bench) -> Iterator[Row]:
 
                     def both() -> None:
                         with sdpa_kernel(getattr(SDPBackend, backend)):
-                            y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+                            q, k, v = qkv
+                            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                         torch.autograd.grad(y.sum(), qkv)
 
                     took = bench.milliseconds(both)
