@@ -40,6 +40,7 @@ STAGES = {
     "tests": 240,
 }
 _SECONDS_TO_BEGIN = 15.0  # less than this is not worth a start
+_ON_CPU = ("DS_ACCELERATOR=cpu", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1")
 
 
 def run_stage(
@@ -54,11 +55,11 @@ def run_stage(
     out.mkdir(parents=True, exist_ok=True)
     rows_file = out / f"{name}.rows.jsonl"
     rows_file.unlink(missing_ok=True)
+    variables = ["PYTHONUNBUFFERED=1", *(_ON_CPU if smoke else ())]
     began = time.monotonic()
     process = subprocess.Popen(
-        [*command, name, "--out", str(out), *(["--smoke"] if smoke else [])],
+        ["env", *variables, *command, name, "--out", str(out), *(["--smoke"] if smoke else [])],
         cwd=ROOT,
-        env=_environment(smoke=smoke),
         start_new_session=True,
     )
     try:
@@ -80,15 +81,6 @@ def run_stage(
     result = {"stage": name, "outcome": outcome, "date": today, "seconds": spent, "rows": rows}
     (out / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     return result
-
-
-def _environment(*, smoke: bool) -> dict[str, str]:
-    """Variables of a stage."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
-    if smoke:
-        variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **variables}
 
 
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
