@@ -143,8 +143,8 @@ class RWKVBlock(BlockType):
         return mixes, PerToken(0, gated)
 
     def saved_per_sample(self, setting: Setting, layout: Layout, form: SequenceForm) -> float:
-        """States that are combined over sequence ranks: those entering each rank, the stacked ones,
-        and the gathered ones where they are read."""
+        """States that are combined over sequence ranks: those that the op begins from, those
+        entering each rank, the stacked ones, and the gathered ones where they are read."""
         if form != "state":
             return 0.0
         model = setting.model
@@ -154,7 +154,8 @@ class RWKVBlock(BlockType):
         stacked = sequence * state
         if setting.element_bytes < 4:  # the op reads the state in the type of the activations
             stacked = setting.element_bytes * model.head_dim * model.hidden_size
-        states = (sequence - 1) * state + stacked + gathered
+        begun = 2 * state  # [V + K, K]
+        states = begun + (sequence - 1) * state + stacked + gathered
         return states * layout.micro_batch_size / layout.degrees.tensor
 
     def span_state(self, setting: Setting) -> PerToken:

@@ -248,11 +248,12 @@ def test_the_fastest_layout_that_fits_is_taken_whatever_is_usual_for_the_size() 
     assert told["expert 1"].startswith("estimated faster than expert 8, whose best is ")
 
 
-# the profile of a plan: variant, nodes, devices of a node, device, and whether it is dense
+KEPT = "training.activation_checkpointing=none"
+# the profile of a plan: variant, nodes, devices of a node, device, and settings
 PROFILES = {
     "zero1": ("core-tiny", 1, 1, "cpu"),
-    "zero2": ("core-4b", 1, 8, "mi250x-64", "model.moe=null"),
-    "expert": ("core-4b", 2, 8, "a100-80"),
+    "zero2": ("core-4b", 1, 8, "mi250x-64", "model.moe=null", KEPT),
+    "expert": ("core-4b", 2, 8, "a100-80", KEPT),
     "zero2_offload": ("core-4b", 2, 8, "rtx4090-24"),
     "zero3": ("core-4b", 1, 8, "rtx4090-24", "model.moe=null"),
     "zero3_offload": ("core-1b", 1, 1, "rtx4090-24", "model.moe=null"),
