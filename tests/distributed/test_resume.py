@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cdrmix.checkpoint import folder, store
+from cdrmix.models import compiled
 from cdrmix.monitoring.sinks import read_metrics
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, run_ranks
@@ -26,6 +27,12 @@ def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int
     if fault and int(os.environ["RANK"]) == rank:
         FAULTS[fault](step)
     return start(argv)
+
+
+def train_compiled(argv: list[str], fault: str = "", step: int = 0) -> int:
+    """Runs `train` with compiled blocks, by their graphs alone: kernels would take a minute."""
+    compiled._BACKEND = "aot_eager"
+    return train([*argv, "--set", "training.compile=blocks"], fault, step)
 
 
 def _in_save(function: str, step: int, number: int = signal.SIGKILL) -> None:
@@ -288,3 +295,21 @@ def test_a_zero3_run_of_a_dense_model_goes_on_where_it_was_stopped(
     )
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_compiled_blocks_and_without(small_corpus: Path, tmp_path: Path) -> None:
+    model = ("--set", "model.moe=null", "--set", "model.transformer_fraction=0")
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
+    assert run_ranks(train, 1, arguments(small_corpus, plain, *model)) == [0]
+    argv = arguments(small_corpus, changed, *model)
+    go_on = [*argv, "--resume", "auto"]
+    assert run_ranks(train, 1, argv, "TERM", 2) == [75]
+    assert run_ranks(train_compiled, 1, go_on, "TERM", 4) == [75]
+    # what is not given stays as it was
+    assert run_ranks(train, 1, [*go_on, "--set", "training.compile=off"]) == [0]
+    wanted, losses = (
+        [line["loss"] for line in read_metrics(path / "metrics.jsonl")] for path in (plain, changed)
+    )
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert "graph 1 compiled" in (changed / "train.log").read_text()

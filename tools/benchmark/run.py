@@ -36,6 +36,7 @@ from tools.benchmark.learn_rows import (
 )
 from tools.benchmark.live import live_rows
 from tools.benchmark.public_runs import public_rows
+from tools.benchmark.step_rows import compiled_rows, step_rows
 from tools.benchmark.trackers import tracker_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,29 +81,6 @@ def mamba_rows(result: dict[str, Any]) -> list[str]:
         size = f"{case['batch']} x {case['tokens']}, {case['width']}"
         for form, time in case["milliseconds"].items():
             rows.append(f"| {size} | {form} | {time:.1f} | {case['times_theirs'][form]:.1f} |")
-    return rows
-
-
-def step_rows(result: dict[str, Any]) -> list[str]:
-    """A whole training step beside Hugging Face models."""
-    demanded = {
-        "hybrid dense, chunked": "0.80",
-        "hybrid MoE, chunked": "0.85",
-        "hybrid MoE, cpp": "0.92",
-    }
-    rows = [
-        f"float32 matmul peak of the thread: {result['peak_gflops']:.1f} GFLOP/s. "
-        "MFU counts the model's FLOPs only; demanded of the MoE step are 45 %.",
-        "",
-        "| model | tokens per CPU second | of its peer | demanded | MFU |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        ratio = f"{row['ratio']:.2f} of {row['peer']}" if "ratio" in row else ""
-        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
-        demand = demanded.get(row["model"], "")
-        speed = row["tokens_per_cpu_second"]
-        rows.append(f"| {row['model']} | {speed:.0f} | {ratio} | {demand} | {mfu} |")
     return rows
 
 
@@ -381,6 +359,7 @@ def quality_rows(result: dict[str, Any]) -> list[str]:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
     "step": ("Training step", step_rows),
+    "compiled": ("Compiled blocks", compiled_rows),
     "mamba": ("Mamba mixer", mamba_rows),
     "moe": ("MoE feed-forward", moe_rows),
     "loader": ("Loader", loader_rows),

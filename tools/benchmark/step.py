@@ -50,14 +50,14 @@ def hugging_face(model: nn.Module) -> Callable:
     return trainer(model, lambda ids: model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss)
 
 
-def ours(config: ModelConfig) -> Callable:
+def ours(config: ModelConfig, *, is_compiled: bool = False) -> Callable:
     """A step of the hybrid as the training loop takes it, with its router losses."""
     runtime.import_deepspeed()
     from cdrmix.engines.training_step import micro_step
     from cdrmix.models.backbone import Backbone
     from cdrmix.parallel.topology import ALONE
 
-    model = Backbone(config)
+    model = Backbone(config, is_compiled=is_compiled)
     model.initialize(seed=0)
     run: Any = SimpleNamespace(model=config)  # all that a micro-step reads of a Config
 

@@ -1,0 +1,49 @@
+"""Training steps with compiled blocks and without, by inductor's C++ kernels on one thread.
+
+The hybrids of `tools.benchmark.step`, in float32: forward, backward and AdamW. The first step
+compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from tools.benchmark import step
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Medians of CPU time, paired ratios, and seconds of the first compiled step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    configs, _ = step.models()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # so that nothing is compiled already
+        for name, config in configs.items():
+            plain, joined = (step.ours(config, is_compiled=each) for each in (False, True))
+            began = time.monotonic()
+            joined()
+            first_seconds = time.monotonic() - began
+            seconds = paired_cpu_seconds({"plain": plain, "compiled": joined}, rounds=rounds)
+            row: dict[str, Any] = {"model": name, "first_seconds": first_seconds}
+            row |= {form: 1e3 * statistics.median(times) for form, times in seconds.items()}
+            row["ratio"] = median_ratio(seconds["plain"], seconds["compiled"])
+            rows.append(row)
+    return {"rounds": rounds, "rows": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
+    for row in result["rows"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    report(measure, show, rounds=7, description=__doc__)

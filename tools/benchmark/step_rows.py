@@ -1,0 +1,46 @@
+"""Lines of docs/benchmarks.md about a training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def step_rows(result: dict[str, Any]) -> list[str]:
+    """A whole training step beside Hugging Face models."""
+    demanded = {
+        "hybrid dense, chunked": "0.80",
+        "hybrid dense, cpp": "1.05",
+        "hybrid MoE, chunked": "0.85",
+        "hybrid MoE, cpp": "1.05",
+    }
+    rows = [
+        f"float32 matmul peak of the thread: {result['peak_gflops']:.1f} GFLOP/s. "
+        "MFU counts the model's FLOPs only; demanded are 60 % on a slow core.",
+        "",
+        "| model | tokens per CPU second | of its peer | demanded | MFU |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        ratio = f"{row['ratio']:.2f} of {row['peer']}" if "ratio" in row else ""
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+        demand = demanded.get(row["model"], "")
+        speed = row["tokens_per_cpu_second"]
+        rows.append(f"| {row['model']} | {speed:.0f} | {ratio} | {demand} | {mfu} |")
+    return rows
+
+
+def compiled_rows(result: dict[str, Any]) -> list[str]:
+    """Time of a step with compiled blocks beside one without, and of the first one."""
+    rows = [
+        "The hybrids of the training step above, by kernels of inductor's C++ backend, in float32 "
+        "on one thread. Beside C++ passes of our own the compiler has less to gain than on a GPU.",
+        "",
+        "| model | ms CPU a step | compiled | times as fast | first step, seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        rows.append(
+            f"| {row['model']} | {row['plain']:.0f} | {row['compiled']:.0f} | {row['ratio']:.2f} | "
+            f"{row['first_seconds']:.0f} |"
+        )
+    return rows
