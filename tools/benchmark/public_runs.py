@@ -411,6 +411,11 @@ def public_rows(result: dict[str, Any]) -> list[str]:
         "(35 %). `h100_500w` are Meta's H100 of 2.4 TB/s at 500 W, whose peak is scaled by "
         "500 / 700.",
         "",
+        "Which runs are fitted on was chosen after first trials of the model, and two facts of "
+        "single runs (biases of GPT-OSS's experts, one copy of a token to each node) were put in "
+        "after their errors were seen. Layouts of arXiv 2205.05198 are from memory of the paper, "
+        "its MFU from a page about it; the micro-batch of RWKV-7 is assumed.",
+        "",
         "Nothing is claimed of experts in FP8 on Hopper. The same model on the same GPUs is "
         "published at 5,113 and at 9,058 tokens per second in two releases a month apart, so that "
         "what bounds it is the host's software, which the model does not know:",
