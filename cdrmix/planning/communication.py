@@ -37,9 +37,11 @@ class Communication:
         self.size = memory.element_bytes
         self.trained_params = trained_params(self.model)
         self.muon_elements = muon_matrices(memory.config)[1]
-        # share of the tokens that meet the experts of each layer
+        # share of the tokens that meet the experts of each layer; those of a Hugging Face model are
+        # on every rank
+        spread = self.model.kind == "rwkx"
         self._shares = [
-            self.model.has_experts(layer) * share_of_tokens(self.model, layer)
+            spread and self.model.has_experts(layer) * share_of_tokens(self.model, layer)
             for layer in range(self.model.num_layers)
         ]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
