@@ -65,7 +65,7 @@ def trained(tokenizer: Tokenizer) -> Backbone:
         assert ids is not None
         documents.append([*tokenizer.prefix_ids, *ids, tokenizer.eos_id])
     length = max(map(len, documents))
-    for step in range(150):
+    for step in range(250):
         batch = chance.sample(documents, 32)
         rows = torch.tensor([ids + [IGNORED_LABEL] * (length - len(ids)) for ids in batch])
         inputs, labels = rows[:, :-1].clamp(min=0), rows[:, 1:]

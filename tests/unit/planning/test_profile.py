@@ -76,11 +76,11 @@ def test_every_shipped_config_loads_counts_and_plans(path: Path, world_size: int
         ("core-tiny", 1, "zero1", 1),
         ("core-tiny", 4, "zero1", 1),
         ("core-1b", 1, "zero1", 1),
-        ("core-1b", 2, "expert", 2),
-        ("core-1b", 8, "expert", 8),
-        ("core-4b", 32, "expert", 8),
-        ("reason-4b", 12, "expert", 4),
-        ("core-1b", 3, "zero2", 1),
+        ("core-1b", 2, "zero1", 1),
+        ("core-1b", 8, "zero1", 1),
+        ("core-4b", 32, "zero1", 8),
+        ("reason-4b", 12, "zero1", 4),
+        ("core-1b", 3, "zero1", 1),
     ],
 )
 def test_profile_and_expert_degree_follow_size_and_world(
@@ -143,8 +143,8 @@ def test_a_plan_is_written_as_json_with_its_reasons() -> None:
     large = replace(devices(8, "cpu"), memory_gib=500)
     choice = choose(config("core-1b", "training.micro_batch_size=1"), large)
     plan = json.loads(json.dumps(choice.to_json()))
-    assert plan["profile"] == "expert"
-    assert plan["degrees"] == {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8}
+    assert plan["profile"] == "zero1"
+    assert plan["degrees"] == {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1}
     assert (plan["micro_batch_size"], plan["gradient_accumulation_steps"]) == (1, 16)
     assert plan["reasons"] == list(choice.reasons)
     assert "60 times slower" in plan["warnings"][0]

@@ -280,7 +280,7 @@ def test_lessons_that_ranks_do_not_divide_do_not_divide_the_small_ones() -> None
 
 
 def test_zero_stage_of_stage_b_is_the_plans() -> None:
-    assert small_stage_b("1b")[2]["DeepSpeed profile"].rehearsed == ("zero2",)
+    assert small_stage_b("1b")[2]["DeepSpeed profile"].rehearsed == ("zero1",)
     assert small_stage_b("40b")[2]["DeepSpeed profile"].rehearsed == ("zero1",)
 
 
@@ -303,6 +303,6 @@ def test_a_stage_b_that_fails_fails_the_rehearsal() -> None:
     (layout,) = both.to_json()["stage_b"]["layouts"]
     assert layout["checks"][0]["fault"] == "exit codes [1, 0]"
     text = both.as_text()
-    assert "rehearsed 1: zero2, data 2, 2 processes\n  ok     runs: equal to the bit" in text
-    assert "rehearsed 2: zero2, data 2, 2 processes\n  FAILED runs: exit codes [1, 0]" in text
+    assert "rehearsed 1: zero1, data 2, 2 processes\n  ok     runs: equal to the bit" in text
+    assert "rehearsed 2: zero1, data 2, 2 processes\n  FAILED runs: exit codes [1, 0]" in text
     assert text.endswith("rehearsal FAILED in 1 s")
