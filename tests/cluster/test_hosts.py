@@ -32,6 +32,7 @@ SETTINGS = (
     f"training.max_steps={STEPS}",
     f"supervision.deadline_seconds={DEADLINE_SECONDS}",
     "launch.environment.OMP_NUM_THREADS=1",
+    "parallel.expert=1",  # as on one host, which the uninterrupted run has
 )
 
 

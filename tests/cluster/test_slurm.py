@@ -29,6 +29,9 @@ SETTINGS = (
     "evaluation.every_steps=null",
     f"training.max_steps={STEPS}",
     "launch.environment.MASTER_ADDR=127.0.0.1",  # n1 and n2 are names of SLURM's alone
+    # as for the ranks of one host, which an uninterrupted run has here
+    "launch.environment.OMP_NUM_THREADS=1",
+    "parallel.expert=1",
 )
 
 
@@ -177,6 +180,7 @@ def test_a_reasoning_run_goes_on_from_each_stage(
         f"training.max_steps={stage_a_steps}",
         "checkpoint.every_steps=1000",
         "stage_b.training.adapter_steps=12",
+        "parallel.expert=1",
         "launch.environment.MASTER_ADDR=127.0.0.1",
     )
     argv = small_reasoning_run.arguments(small_corpus, run_dir, tmp_path, *overrides(settings))

