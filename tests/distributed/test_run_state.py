@@ -205,4 +205,6 @@ def test_a_new_run_that_stops_at_the_step_it_resumed_at_has_a_checkpoint_of_its_
     assert (tmp_path / "new" / "checkpoints" / "latest").read_text() == "4\n"
     assert run_ranks(start, 1, arguments(tmp_path / "new")) == [0]
     whole = [deterministic_part(line) for line in read_metrics(EARLIER / "whole_metrics.jsonl")]
-    assert losses(tmp_path / "new") == whole[4:]
+    # the earlier version rounded norms and losses otherwise
+    for ours, theirs in zip(losses(tmp_path / "new"), whole[4:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

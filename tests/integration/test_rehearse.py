@@ -36,7 +36,7 @@ def rehearse(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_both_stages_of_a_plan_are_rehearsed_and_leave_nothing(tmp_path: Path) -> None:
     cluster = ("--nodes", "1", "--gpus-per-node", "8", "--gpu", "a100-80")
-    config = ["--config", str(REASONING), *overrides(FEWER_PHASES)]
+    config = ["--config", str(REASONING), *overrides([*FEWER_PHASES, "parallel.expert=8"])]
     done = rehearse(*config, *cluster, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -52,9 +52,10 @@ def test_both_stages_of_a_plan_are_rehearsed_and_leave_nothing(tmp_path: Path) -
         "a second run": True,
         **of_stage_b,
     }
-    assert found["stage_b"]["planned"]["degrees"]["data"] == 8
+    planned = found["stage_b"]["planned"]
+    assert planned["degrees"]["data"] == 8
     (layout,) = found["stage_b"]["layouts"]
-    assert (layout["profile"], layout["degrees"]["data"]) == ("zero2", 2)
+    assert (layout["profile"], layout["degrees"]["data"]) == (planned["profile"], 2)
     assert {check["name"]: check["passed"] for check in layout["checks"]} == of_stage_b
     assert not list(tmp_path.iterdir())
 

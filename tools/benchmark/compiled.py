@@ -6,13 +6,12 @@ compiles.
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from typing import Any
 
 import torch
+from torch._inductor.utils import fresh_cache
 
 from tools.benchmark import step
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
@@ -24,8 +23,7 @@ def measure(rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     configs, _ = step.models()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # so that nothing is compiled already
+    with fresh_cache():  # nothing is compiled already
         for name, config in configs.items():
             plain, joined = (step.ours(config, is_compiled=each) for each in (False, True))
             began = time.monotonic()
