@@ -65,6 +65,16 @@ def configuration(args: argparse.Namespace) -> Config:
     )
 
 
+def set_up_processor() -> None:
+    """Set the threads of this rank and, on CPUs, how it frees memory; warn of devices left idle."""
+    if runtime.use_cpu():
+        warning = unusable_devices(0)
+        if warning and runtime.local_rank() == 0:
+            log.get_logger(__name__).warning("warning: %s", warning)
+        runtime.keep_freed_memory()
+    runtime.set_threads()
+
+
 def main(arguments: list[str]) -> int:
     """Plan and run on this rank; returns its exit code."""
     code = EXIT_FAULT
@@ -93,12 +103,7 @@ def main(arguments: list[str]) -> int:
             run_dir=args.run_dir,
             resume=args.resume,
         )
-        if runtime.use_cpu():
-            warning = unusable_devices(0)
-            if warning and runtime.local_rank() == 0:
-                log.get_logger(__name__).warning("warning: %s", warning)
-            runtime.keep_freed_memory()
-        runtime.set_threads()
+        set_up_processor()
         start_up.done("imports")
         runtime.initialize_distributed()
         start_up.done("process_group")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypedDict
 
@@ -70,8 +70,9 @@ def run_blocks(
     Returns:
         residual stream, v_first, statistics, states or None.
     """
-    is_recomputed = recompute in ("block", "spans") and torch.is_grad_enabled()
-    is_compiled = is_compiled and torch.is_grad_enabled()
+    if not torch.is_grad_enabled():
+        recompute, is_compiled = "none", False
+    assert not (is_compiled and return_state), "a sequence is trained on from its beginning"
     spans = _spans(x.shape[1], sequence_checkpoint_tokens)
     statistics = []
     depth = []
@@ -80,34 +81,23 @@ def run_blocks(
         assert isinstance(block, Block), "the list holds blocks only"
         past = state[i] if state else None
         after: BlockState | RoutedState | None = None
+        if not isinstance(block, RoutedBlock):
+            assert past is None or isinstance(past, BlockState), "state of another block kind"
+            x, v_first, part, after = _run_block(
+                *(block, x, v_first, past, segment_ids),
+                spans=spans,
+                recompute=recompute,
+                is_compiled=is_compiled,
+            )
+        elif return_state or past is not None:
+            assert past is None or isinstance(past, RoutedState), "state of another block kind"
+            assert segment_ids is None, "a state is of one document"
+            x, parts, after = block.advance(x, v_first, past)
+        else:
+            x, parts = _choose(block, x, v_first, segment_ids, spans, recompute)
         if isinstance(block, RoutedBlock):
-            if return_state or past is not None:
-                assert past is None or isinstance(past, RoutedState), "state of another block kind"
-                assert segment_ids is None, "a state is of one document"
-                x, parts, after = block.advance(x, v_first, past)
-            else:
-                assert not is_recomputed or len(spans) == 1, "rules refuse spans"
-                with _kept(block, recompute):
-                    x, parts = _choose(block, x, v_first, segment_ids, recompute=is_recomputed)
             part = parts.experts
             depth.append(parts.depth)
-        elif is_compiled:
-            assert past is None and not return_state, "a sequence is trained on from its beginning"
-            assert not is_recomputed or len(spans) == 1, "rules refuse spans"
-            run = functools.partial(_recomputed, train_block) if is_recomputed else train_block
-            x, v_first, part = run(block, x, v_first, segment_ids)
-        elif not is_recomputed:
-            with _kept(block, recompute):
-                x, v_first, part, after = block(x, v_first, past, segment_ids)
-        elif len(spans) == 1:
-            x, v_first, part, after = _recomputed(block, x, v_first, past, segment_ids)
-        else:
-            assert past is None, "a sequence is trained on from its beginning"
-            inputs = (block, x, v_first, segment_ids, spans)
-            if block.mixer.carries_state:
-                x, v_first, part = _in_spans(*inputs)
-            else:
-                x, v_first, part = _recomputed(_mix_then_feed, *inputs, [])
         statistics.append(part)
         if return_state:
             assert after is not None, "training in spans gives no state"
@@ -117,11 +107,39 @@ def run_blocks(
     return x, v_first, found, states if return_state else None
 
 
+def _run_block(
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    past: BlockState | None,
+    segment_ids: Tensor | None,
+    *,
+    spans: Sequence[slice],
+    recompute: Recomputation,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState | None]:
+    """Runs a block that takes every token: residual stream, v_first, statistics, state if any."""
+    is_recomputed = recompute in ("block", "spans")
+    if is_compiled:
+        assert past is None, "a sequence is trained on from its beginning"
+        assert not is_recomputed or len(spans) == 1, "rules refuse spans"
+        run = functools.partial(_recomputed, train_block) if is_recomputed else train_block
+        return (*run(block, x, v_first, segment_ids), None)
+    if not is_recomputed:
+        with _kept(block, recompute):
+            return block(x, v_first, past, segment_ids)
+    if len(spans) == 1:
+        return _recomputed(block, x, v_first, past, segment_ids)
+    assert past is None, "a sequence is trained on from its beginning"
+    inputs = (block, x, v_first, segment_ids, spans)
+    if block.mixer.carries_state:
+        return (*_in_spans(*inputs), None)
+    return (*_recomputed(_mix_then_feed, *inputs, []), None)
+
+
 def _kept(block: Block, recompute: Recomputation) -> AbstractContextManager[None]:
     """Context of a block's forward pass in which autograd saves what this form keeps."""
-    if recompute == "selective" and torch.is_grad_enabled():
-        return rebuilding(block)
-    return nullcontext()
+    return rebuilding(block) if recompute == "selective" else nullcontext()
 
 
 def _spans(length: int, step: int | None) -> list[slice]:
@@ -135,12 +153,17 @@ def _choose(
     x: Tensor,
     v_first: Tensor | None,
     segment_ids: Tensor | None,
-    *,
-    recompute: bool,
+    spans: Sequence[slice],
+    recompute: Recomputation,
 ) -> tuple[Tensor, RoutedStatistics]:
     """Runs a routed block on whole samples: residual stream, statistics."""
     inputs = (x, v_first, segment_ids)
-    x, parts = _recomputed(block.choose, *inputs) if recompute else block.choose(*inputs)
+    if recompute in ("block", "spans"):
+        assert len(spans) == 1, "rules refuse spans"
+        x, parts = _recomputed(block.choose, *inputs)
+    else:
+        with _kept(block, recompute):
+            x, parts = block.choose(*inputs)
     if block.training:  # here, and not in the block, which may be run again for backward
         block.depth_router.observe(parts.depth)
     return x, parts
@@ -158,7 +181,11 @@ def _run_inside(run: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def _in_spans(
-    block: Block, x: Tensor, v_first: Tensor | None, segment_ids: Tensor | None, spans: list[slice]
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    segment_ids: Tensor | None,
+    spans: Sequence[slice],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs a block that carries a state span after span: residual stream, v_first, statistics."""
     outs = []

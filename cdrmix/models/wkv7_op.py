@@ -86,19 +86,7 @@ def recurrence_op(name: str, form: Computation) -> Callable[..., Results]:
     op = torch.library.custom_op(f"cdrmix::{name}", forward, mutates_args=())
     gradient = torch.library.custom_op(f"cdrmix::{name}_backward", backward, mutates_args=())
 
-    @op.register_fake
-    def _(*arguments: Any) -> Results:
-        *inputs, s0, _, chunk_tokens, saves = arguments
-        shapes = form.kept_shapes(inputs, chunk_tokens) if saves else ((0,), (0,))
-        r, _, _, v, _, _ = inputs
-        like = v.new_empty(0, dtype=compute_dtype(inputs))
-        s = like.new_empty(v.shape[0], *v.shape[2:], r.shape[3])
-        return _dense_like(v), s, like.new_empty(shapes[0]), like.new_empty(shapes[1])
-
-    @gradient.register_fake
-    def _(*arguments: Any) -> Any:
-        s0, ds = arguments[6], arguments[11]
-        return (*map(_dense_like, arguments[:6]), ds.new_empty(0 if s0 is None else ds.shape))
+    _describe_results(form, op, gradient)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         *tensors, ctx.chunk_tokens, _ = inputs
@@ -114,6 +102,24 @@ def recurrence_op(name: str, form: Computation) -> Callable[..., Results]:
     for each in (op, gradient):
         each.register_vmap(_refuse_vmap)
     return op
+
+
+def _describe_results(form: Computation, op: Any, gradient: Any) -> None:
+    """Tells tracers the shapes and types of what the operator and its gradient give."""
+
+    @op.register_fake
+    def _(*arguments: Any) -> Results:
+        *inputs, s0, _, chunk_tokens, saves = arguments
+        shapes = form.kept_shapes(inputs, chunk_tokens) if saves else ((0,), (0,))
+        r, _, _, v, _, _ = inputs
+        like = v.new_empty(0, dtype=compute_dtype(inputs))
+        s = like.new_empty(v.shape[0], *v.shape[2:], r.shape[3])
+        return _dense_like(v), s, like.new_empty(shapes[0]), like.new_empty(shapes[1])
+
+    @gradient.register_fake
+    def _(*arguments: Any) -> Any:
+        s0, ds = arguments[6], arguments[11]
+        return (*map(_dense_like, arguments[:6]), ds.new_empty(0 if s0 is None else ds.shape))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple, Self
 
-from cdrmix.config.schema import Config, HealthConfig
+from cdrmix.config.faults import HealthConfig
+from cdrmix.config.schema import Config
 
 Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory", "forgetting"]
 Action = Literal["warn", "lower_rate", "skip", "rollback", "stop"]

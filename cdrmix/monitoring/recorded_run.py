@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cdrmix.config.schema import Config, HealthConfig
+from cdrmix.config.faults import HealthConfig
+from cdrmix.config.schema import Config
 from cdrmix.monitoring.metric_columns import MetricColumns
 
 

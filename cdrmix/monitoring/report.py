@@ -15,8 +15,9 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
+from cdrmix.config.faults import RoutingConfig
 from cdrmix.config.redaction import redacted
-from cdrmix.config.schema import Config, RoutingConfig
+from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
 from cdrmix.monitoring.cpt_page import cpt_report

@@ -174,15 +174,7 @@ def _reasons(
     elif faster:
         reasons.append(f"speed: {_speed_reason(plan, faster[0], config, cluster)}")
     if plan.recomputes:
-        why = "what it saves lets a larger micro batch fit, which is faster"
-        if not plan.fits:
-            why = "takes less memory than without"
-        if "activation_checkpointing" in training.model_fields_set:
-            why = "training.activation_checkpointing as given"
-        form = plan.activation_checkpointing
-        if form == "selective":
-            why += "; what is no large product and no mixer is run again"
-        reasons.append(f"activation checkpointing {form}: {why}")
+        reasons.append(_recomputation_reason(plan, config))
     if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
     if plan.fits and not plan.has_memory_tier:
@@ -205,6 +197,19 @@ def _reasons(
         f"data ranks{shared})"
     )
     return reasons
+
+
+def _recomputation_reason(plan: Plan, config: Config) -> str:
+    """Says why activations are computed again."""
+    why = "what it saves lets a larger micro batch fit, which is faster"
+    if not plan.fits:
+        why = "takes less memory than without"
+    if "activation_checkpointing" in config.training.model_fields_set:
+        why = "training.activation_checkpointing as given"
+    form = plan.activation_checkpointing
+    if form == "selective":
+        why += "; what is no large product and no mixer is run again"
+    return f"activation checkpointing {form}: {why}"
 
 
 def _unusual_reason(plan: Plan, usual: str, plans: Sequence[Plan]) -> str:

@@ -32,54 +32,52 @@ COMPILED_FOR |= {"gather_rows": TOP_K, "weighted_sum": TOP_K}
 Form = Callable[..., Tensor | Sequence[Tensor]]
 
 
-def cases() -> dict[str, tuple[Form, Form, list[tuple[int, ...]]]]:
+def rwkv_forms(module: Any) -> dict[str, Form]:
+    """Functions of an RWKV layer, from the module with kernels or from the eager one."""
+
+    def shift_mix(x: Tensor, mu: Tensor) -> Tensor:
+        return module.shift_mix(x, None, None, mu)
+
+    def recurrence_inputs(k: Tensor, d: Tensor, i: Tensor, *vectors: Tensor) -> Any:
+        names = ("decay_bias", "iclr_bias", "k_k", "k_a")
+        return module.recurrence_inputs(k, d, i, **dict(zip(names, vectors, strict=True)))
+
+    def gated_output(*tensors: Tensor) -> Tensor:
+        names = ("r_k", "weight", "bias")
+        vectors = dict(zip(names, tensors[5:], strict=True))
+        return module.gated_output(*tensors[:5], **vectors, eps=1e-3)
+
+    return {
+        "shift_mix, 6 mixes": shift_mix,
+        "shift_mix, 1 mix": shift_mix,
+        "blend_values": module.blend_values,
+        "recurrence_inputs": recurrence_inputs,
+        "gated_output": gated_output,
+    }
+
+
+def rwkv_cases() -> dict[str, tuple[Form, Form, list[tuple[int, ...]]]]:
     """Kernel and eager form of each function, and the shapes of what has a gradient."""
-    rows, heads = (BATCH, TIME, WIDTH), (BATCH, TIME, HEADS, HEAD_DIM)
-    vector = (HEADS, HEAD_DIM)
+    rows, heads, vector = (BATCH, TIME, WIDTH), (BATCH, TIME, HEADS, HEAD_DIM), (HEADS, HEAD_DIM)
+    shapes = {
+        "shift_mix, 6 mixes": [rows, (6, WIDTH)],
+        "shift_mix, 1 mix": [rows, (1, WIDTH)],
+        "blend_values": [*[rows] * 3, (WIDTH,)],
+        "recurrence_inputs": [*[heads] * 3, *[vector] * 4],
+        "gated_output": [*[heads] * 5, *[vector] * 3],
+    }
+    kernels, eager = rwkv_forms(rwkv7_triton), rwkv_forms(rwkv7_pointwise)
+    return {name: (kernels[name], eager[name], shapes[name]) for name in shapes}
+
+
+def expert_cases() -> dict[str, tuple[Form, Form, list[tuple[int, ...]]]]:
+    """The same for the functions around the experts' products."""
     tokens = BATCH * TIME
     order = expert_rows.sort_by_expert(
         torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices, EXPERTS, None
     )
-    keys = ("decay_bias", "iclr_bias", "k_k", "k_a")
-    norms = ("r_k", "weight", "bias")
-
-    def both(make: Callable[[Any], Form], *modules: Any) -> tuple[Form, Form]:
-        return make(modules[0]), make(modules[1])
-
-    rwkv = (rwkv7_triton, rwkv7_pointwise)
     of_order = (order.token, order.choice, order.row)
     return {
-        "shift_mix, 6 mixes": (
-            *both(lambda m: lambda x, mu: m.shift_mix(x, None, None, mu), *rwkv),
-            [rows, (6, WIDTH)],
-        ),
-        "shift_mix, 1 mix": (
-            *both(lambda m: lambda x, mu: m.shift_mix(x, None, None, mu), *rwkv),
-            [rows, (1, WIDTH)],
-        ),
-        "blend_values": (*both(lambda m: m.blend_values, *rwkv), [*[rows] * 3, (WIDTH,)]),
-        "recurrence_inputs": (
-            *both(
-                lambda m: (
-                    lambda k, d, i, *v: m.recurrence_inputs(
-                        k, d, i, **dict(zip(keys, v, strict=True))
-                    )
-                ),
-                *rwkv,
-            ),
-            [*[heads] * 3, *[vector] * 4],
-        ),
-        "gated_output": (
-            *both(
-                lambda m: (
-                    lambda *x: m.gated_output(
-                        *x[:5], **dict(zip(norms, x[5:], strict=True)), eps=1e-3
-                    )
-                ),
-                *rwkv,
-            ),
-            [*[heads] * 5, *[vector] * 3],
-        ),
         "squared_relu": (
             expert_rows_triton.squared_relu,
             feed_forward.squared_relu,
@@ -123,7 +121,7 @@ def measure(runs: int) -> dict[str, Any] | None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     found = []
-    for title, (kernel, eager, shapes) in cases().items():
+    for title, (kernel, eager, shapes) in (rwkv_cases() | expert_cases()).items():
         name = title.partition(",")[0]
         size = COMPILED_FOR.get(name)
         row: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cdrmix.config.schema import HealthConfig
+from cdrmix.config.faults import HealthConfig
 from cdrmix.monitoring.health import Health, Verdict, spike_limit
 
 
