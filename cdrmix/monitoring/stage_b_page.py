@@ -45,7 +45,8 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any]:
     """Computes the part on Stage B.
 
     `scores` of the suite, None before it was run, are by task: one (with memory, of the backbone)
-    for each length in windows of `ratios`, or None where that was not run.
+    for each length in windows of `ratios`, or None where that was not run. `controls` has a table
+    for each task and length that `cdrmix evaluate --suite reasoning --controls` answered.
     """
     scores = None
     rows = run.reasoning_rows
@@ -82,6 +83,11 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any]:
     return {
         "is_logged": run.has_stage_b_steps,
         "scores": scores,
+        "controls": [
+            {"title": f"{row['task']}, {row['length_ratio']}x", "columns": row["controls"]}
+            for row in run.reasoning.get("rows") or []
+            if row.get("controls")
+        ],
         "learning": figures["stage_b"],
         "policy": figures["policy"],
     }

@@ -155,6 +155,17 @@ class Lessons:
         ids = self.tokenizer.encode(text)
         return cut_segments(ids, self.marks, most=segment_tokens(self.window_tokens))
 
+    def evidence(self, example: Example, segments: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the places of a task's evidence among its segments, in its order."""
+        # by text, as the tokens of a sentence differ with what stands before it
+        texts = [self.tokenizer.decode(segment) for segment in segments]
+        evidence: list[int] = []
+        for line in example.evidence:
+            place = next((i for i, text in enumerate(texts) if line in text), None)
+            if place is not None and place not in evidence:
+                evidence.append(place)
+        return evidence
+
     def _answer(self, example: Example) -> tuple[int, ...]:
         """Returns the right answer with the stop, cut to the room that windows have for it."""
         words = self.tokenizer.encode(" ".join(example.answers))
@@ -192,13 +203,7 @@ class Lessons:
     ) -> tuple[list[list[int]], list[int]]:
         """Returns a task's segments, and the places of its evidence among them, in its order."""
         segments = self.segments(example.text)
-        # by text, as the tokens of a sentence differ with what stands before it
-        texts = [self.tokenizer.decode(segment) for segment in segments]
-        evidence: list[int] = []
-        for line in example.evidence:
-            place = next((i for i, text in enumerate(texts) if line in text), None)
-            if place is not None and place not in evidence:
-                evidence.append(place)
+        evidence = self.evidence(example, segments)
         if whole or len(segments) <= TRAINED_SEGMENTS:
             return segments, evidence
         others = [place for place in range(len(segments)) if place not in evidence]

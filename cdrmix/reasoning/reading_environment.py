@@ -73,6 +73,7 @@ class ReadingEpisodes:
         reader, reading: what runs windows and answers, and what it read of P texts.
         grade: score of an answer.
         forbidden: actions that are never legal.
+        slots: False leaves slots out of every window, whatever was folded into them.
         earlier: entries of earlier texts; None for none.
 
     Attributes:
@@ -87,6 +88,7 @@ class ReadingEpisodes:
         grade: Grade,
         *,
         forbidden: frozenset[Action] = frozenset(),
+        slots: bool = True,
         earlier: Earlier | None = None,
     ) -> None:
         self.reader = reader
@@ -97,6 +99,7 @@ class ReadingEpisodes:
         # a text has no more segments to write, and every column costs time in each retrieval
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
         self.forbidden = forbidden
+        self._has_slots = slots
         self._earlier = earlier
         entries = earlier.index.entries if earlier else []
         self.num_earlier = len(entries)
@@ -291,7 +294,9 @@ class ReadingEpisodes:
             rows = state.rows[chosen]
             wanted = [segments for _, segments, _ in new]
             windows = self.reader.windows(self.texts, rows.tolist(), wanted)
-            slots = self.reader.summarise(self.reading, rows, state.summarised[chosen])
+            slots = None
+            if self._has_slots:
+                slots = self.reader.summarise(self.reading, rows, state.summarised[chosen])
             found = run(windows, slots=slots, plastic=select(self.reading.plastic, rows))
             known.update(zip(new, found, strict=True))
         return [known[key] for key in keys]

@@ -8,10 +8,12 @@ Beside each score stands that of the backbone alone, which sees only the last wi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,7 @@ from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.state_rows import moved
 from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
+from cdrmix.stage_b.controls import CONTROLS, Answers, Controls, ControlScore, summary
 from cdrmix.stage_b.phases import grade_by
 
 logger = get_logger(__name__)
@@ -97,6 +100,14 @@ class Row:
     n: int
     low: float | None = None  # 95 % interval of the score, over the texts; None of a single one
     high: float | None = None
+    controls: dict[str, ControlScore] | None = None  # by column, the agent first; None: not asked
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields as plain values; controls only where there are some."""
+        fields = asdict(self)
+        if self.controls is None:
+            del fields["controls"]
+        return fields
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ class Evaluated:
     def as_json(self) -> str:
         """Rows as one JSON object, with the share of accepted branches if there is one."""
         share = {} if self.accepted is None else {"accepted_branches": self.accepted}
-        return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
+        return json.dumps({"rows": [row.as_json() for row in self.rows], **share})
 
     def table(self) -> str:
         """Table of scores for a person: a line per task, a column per length."""
@@ -132,7 +143,22 @@ class Evaluated:
         lines.append(f"{texts} texts each; lengths in windows")
         if self.accepted is not None:
             lines[-1] += f"; {self.accepted:.1%} of the decisions accepted a branch"
+        for row in self.rows:
+            if row.controls is not None:
+                lines += ["", *_control_lines(row, row.controls)]
         return "\n".join(lines)
+
+
+def _control_lines(row: Row, controls: dict[str, ControlScore]) -> list[str]:
+    head = f"{row.task}, {row.length_ratio}x"
+    lines = [f"{head:<24}{'score':>7}  {'95 % interval':<13}  {'operations':>10}  {'seconds':>8}"]
+    for name, each in controls.items():
+        between = f"{each.low:.2f} to {each.high:.2f}"
+        operations = "-" if each.operations is None else f"{each.operations:.1f}"
+        lines.append(
+            f"  {name:<22}{each.score:7.2f}  {between:<13}  {operations:>10}  {each.seconds:8.3f}"
+        )
+    return lines
 
 
 def evaluate_reasoning(
@@ -142,6 +168,7 @@ def evaluate_reasoning(
     file: Path | None = None,
     written: Path | None = None,
     branches: bool = False,
+    controls: bool = False,
 ) -> Evaluated:
     """Scores a trained reader on the suite, or on tasks from a file; see `store_rows`.
 
@@ -150,6 +177,7 @@ def evaluate_reasoning(
         file: tasks to read in place of the suite; DataError if a row cannot be used.
         written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
+        controls: whether to score rivals and controls on the same texts, see `controls`.
     """
     lessons = loaded.lessons
     if file is not None:
@@ -159,7 +187,7 @@ def evaluate_reasoning(
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
     if written is not None:
         write_examples(written, examples)
-    return score_examples(loaded.reader, lessons, examples, branches=branches)
+    return score_examples(loaded.reader, lessons, examples, branches=branches, controls=controls)
 
 
 def check_room(lessons: Lessons, question: str) -> None:
@@ -208,14 +236,44 @@ def suite(
     return chosen
 
 
+@dataclass
+class _Cell:
+    """Answers to the texts of one task and length, batch by batch."""
+
+    agent: list[Answers] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)  # scores of the backbone alone
+    controls: dict[str, list[Answers]] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_decisions: int = 0
+
+    def row(self, task: str, ratio: int) -> Row:
+        """Means over the texts."""
+        scores = [score for batch in self.agent for score in batch.scores]
+        low = high = None
+        if len(scores) > 1:
+            low, high = bootstrap_interval(scores)
+        controls = None
+        if self.controls:
+            of_each = {"agent": self.agent, **self.controls}
+            controls = {name: summary(batches) for name, batches in of_each.items()}
+        count = len(scores)
+        mean, alone = sum(scores) / count, sum(self.alone) / count
+        return Row(task, ratio, mean, alone, count, low, high, controls)
+
+
 @torch.no_grad()
 def score_examples(
-    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
+    reader: MemoryReader,
+    lessons: Lessons,
+    examples: Sequence[Example],
+    *,
+    branches: bool = False,
+    controls: bool = False,
 ) -> Evaluated:
     """Mean scores of a reader in evaluation mode, and of its backbone alone, by task and length.
 
     A window must have room for the questions. With `branches` the reader acts by branches instead
-    of the likeliest action.
+    of the likeliest action; with `controls` all columns of `controls.CONTROLS` answer too.
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
@@ -224,29 +282,49 @@ def score_examples(
     rows = []
     num_accepted = 0
     num_decisions = 0
-    for (task, ratio), cell in cells.items():
-        scores = []  # with memory and of the backbone alone, [N, 2] of each batch
-        for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
-            batch = cell[first : first + _EXAMPLES_PER_BATCH]
-            segments = [lessons.segments(each.text) for each in batch]
-            texts = lessons.texts(segments, [each.question for each in batch])
-            texts = moved(texts, reader.backbone.device)
-            # The same checker for both columns, so that they differ by the memory alone.
-            grade = grade_by(batch, lessons.tokenizer)
-            episodes = ReadingEpisodes(reader, reader.read(texts), grade)
-            if branches:
-                branched = roll_out_branches(episodes, reader.policy, episodes.start())
-                final = branched.final
-                num_accepted += branched.num_accepted
-                num_decisions += branched.num_decisions
-            else:
-                final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
-            alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-            scores.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-        of_texts = torch.cat(scores)
-        mean, mean_alone = of_texts.mean(0).tolist()
-        low = high = None
-        if len(cell) > 1:
-            low, high = bootstrap_interval(of_texts[:, 0].tolist())
-        rows.append(Row(task, ratio, mean, mean_alone, len(cell), low, high))
+    for (task, ratio), chosen in cells.items():
+        cell = _Cell()
+        for first in range(0, len(chosen), _EXAMPLES_PER_BATCH):
+            batch = chosen[first : first + _EXAMPLES_PER_BATCH]
+            _answer_batch(cell, reader, lessons, batch, branches=branches, controls=controls)
+        rows.append(cell.row(task, ratio))
+        num_accepted += cell.num_accepted
+        num_decisions += cell.num_decisions
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
+
+
+def _answer_batch(
+    cell: _Cell,
+    reader: MemoryReader,
+    lessons: Lessons,
+    batch: Sequence[Example],
+    *,
+    branches: bool,
+    controls: bool,
+) -> None:
+    segments = [lessons.segments(each.text) for each in batch]
+    texts = lessons.texts(segments, [each.question for each in batch])
+    texts = moved(texts, reader.backbone.device)
+    # The same checker for all columns, so that they differ by the memory alone.
+    grade = grade_by(batch, lessons.tokenizer)
+    began = time.perf_counter()
+    reading = reader.read(texts)
+    reading_seconds = time.perf_counter() - began
+    episodes = ReadingEpisodes(reader, reading, grade)
+    if branches:
+        branched = roll_out_branches(episodes, reader.policy, episodes.start())
+        final = branched.final
+        cell.num_accepted += branched.num_accepted
+        cell.num_decisions += branched.num_decisions
+    else:
+        final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+    seconds = time.perf_counter() - began
+    cell.agent.append(Answers(final.earned.tolist(), final.operations.tolist(), seconds))
+    cell.alone += [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
+    if not controls:
+        return
+    columns = Controls(reader, lessons, batch, texts, reading, reading_seconds, grade)
+    for name in CONTROLS:
+        answers = columns.answers(name)
+        if answers is not None:
+            cell.controls.setdefault(name, []).append(answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.evaluation.suite import Judged, Request
@@ -37,7 +37,8 @@ class Reasoning:
 
     `limit` texts of each task and length, 32 by default, or tasks of a file. Options: `branches`,
     to act by branches instead of the likeliest action, from the advantage `accept_threshold` on;
-    `write_tasks`, a file to write the tasks to.
+    `write_tasks`, a file to write the tasks to; `controls`, to answer the same texts in the ways of
+    `stage_b.controls`.
     """
 
     def check(self, request: Request) -> None:
@@ -78,6 +79,7 @@ class Reasoning:
             file=request.tasks,
             written=None if written is None else Path(written),
             branches=branches,
+            controls=bool(options.get("controls")),
         )
         # The run directory keeps the table of the standard suite alone.
         if request.tasks is None and not branches:
@@ -94,7 +96,19 @@ class Reasoning:
             )
             for each in evaluated.rows
         ]
-        share = evaluated.accepted
+        details: dict[str, Any] = {}
+        if evaluated.accepted is not None:
+            details["accepted_branches"] = evaluated.accepted
+        columns = [each for each in evaluated.rows if each.controls is not None]
+        if columns:
+            details["controls"] = [
+                {
+                    "task": each.task,
+                    "length_ratio": each.length_ratio,
+                    "columns": each.as_json()["controls"],
+                }
+                for each in columns
+            ]
         return judged.result(
             "reasoning",
             rows,
@@ -105,7 +119,7 @@ class Reasoning:
                 "branches": branches,
                 "accept_threshold": threshold,
             },
-            details={} if share is None else {"accepted_branches": share},
+            details=details,
             notes=["", *evaluated.table().splitlines()],
         )
 

@@ -41,6 +41,7 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
     "examples": ("infill", "reasoning"),
     "tasks": ("perplexity", "zero-shot", "code", "reasoning"),
     "write_tasks": ("reasoning",),
+    "controls": ("reasoning",),
     "branches": ("reasoning",),
     "accept_threshold": ("reasoning",),
     "execute_code": ("code",),
@@ -51,7 +52,7 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
 # Those of them that a suite of a user's may read.
 _OF_PLUGINS = ("data", "examples", "tasks", "execute_code", "sandbox", "base", "weights")
 # Flags that become options of the suite.
-_OPTIONS = ("max_tokens", "write_tasks", "branches", "accept_threshold")
+_OPTIONS = ("max_tokens", "write_tasks", "controls", "branches", "accept_threshold")
 
 
 def add_evaluate(verbs: Verbs) -> None:
@@ -86,6 +87,8 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     flag("--max-tokens", type=at_least(1), help="most held-out tokens read")
     flag("--examples", type=at_least(1), metavar="N", help="the same as --limit")
     flag("--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to a file")
+    rivals = "answer the same texts without memory, from all of them, at random and more"
+    flag("--controls", action="store_true", help=rivals)
     add_branch_flags(parser)
     run = "run the programs that the model writes, in a sandbox"
     flag("--execute-code", action="store_true", help=run)

@@ -383,6 +383,12 @@ def test_a_suite_that_was_run_after_the_end_is_shown(tmp_path):
     text = report_of(run)[1].text
     assert "0.53, 0.21" in text and "over 5 to 8 texts each" in text
     assert "Reasoning 0.53 over all lengths; backbone alone 0.21" in text
+    assert "Rivals and controls" not in text
+    column = {"score": 0.25, "low": 0.1, "high": 0.41, "n": 8, "operations": None, "seconds": 0.5}
+    rows[0]["controls"] = {"agent": column | {"operations": 3.0}, "whole": column}
+    write_json_atomic(run / "reasoning.json", {"rows": rows})
+    text = report_of(run)[1].text
+    assert "logic, 2x agent 0.25 0.10 to 0.41 3.0 0.500 whole 0.25 0.10 to 0.41 – 0.500" in text
 
 
 def test_a_run_of_stage_b_alone_leaves_stage_a_to_the_report_of_its_own_run(tmp_path):
