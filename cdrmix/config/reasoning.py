@@ -32,12 +32,35 @@ class AdapterConfig(Section):
 
     rank: int = Field(ge=1, description="Rank of the plastic low-rank update (features).")
     alpha: float = Field(gt=0, description="Scale of the update (ratio).")
-    decay: float = Field(gt=0, lt=1, description="Fast-weight decay per token (ratio).")
+    decay: float | None = Field(None, gt=0, lt=1)
+    """Fast-weight decay per token (ratio), the same in all adapters; instead of
+    half_life_tokens."""
+    half_life_tokens: tuple[float, float] | None = Field(None, strict=False)
+    """Shortest and longest half-life of the fast weights, between which each adapter learns its own
+    (tokens); best from a segment to eight windows."""
+    # Up to half of it a fast weight is what was stored, so that a clamp every 16 tokens does not
+    # make it fade.
     clamp: float = Field(2.0, gt=0, description="Largest magnitude of a fast weight.")
     gradient_clipping: float = Field(2.0, ge=0)
     """Largest gradient norm of adapter parameters (L2)."""
     decorrelation_weight: float = Field(1e-2, ge=0)
     """Weight of the decorrelation of an adapter's features in the correlation objective (ratio)."""
+
+    @model_validator(mode="after")
+    def _fades_in_one_way(self) -> AdapterConfig:
+        if (self.decay is None) == (self.half_life_tokens is None):
+            raise ValueError(
+                "give decay, one for all adapters, or half_life_tokens, between which each learns "
+                "its own: one of the two"
+            )
+        if self.half_life_tokens is not None:
+            shortest, longest = self.half_life_tokens
+            if not 1 <= shortest < longest < float("inf"):
+                raise ValueError(
+                    f"half_life_tokens = {list(self.half_life_tokens)}: give a shortest from 1 and "
+                    "a longer one (tokens)"
+                )
+        return self
 
 
 class PolicyConfig(Section):

@@ -278,13 +278,14 @@ def stage_b_params(
         for layer in (range(model.num_layers) if layers is None else layers)
         for matrix in _adapted_matrices(model, layer)
     ]
+    scalars = _SCALARS_PER_ADAPTER + (stage_b.adapters.half_life_tokens is not None)
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
     policy = width * _POLICY_ACTIONS + (_POLICY_FEATURES + 1) * _POLICY_ACTIONS
     value = width + (_POLICY_FEATURES + 1) * _VALUE_WIDTH + _VALUE_WIDTH + 1
     return StageBCounts(
         adapters=sum(rank * (entering + leaving) for entering, leaving in adapted),
-        gates=sum(entering + _SCALARS_PER_ADAPTER for entering, _ in adapted),
+        gates=sum(entering + scalars for entering, _ in adapted),
         heads=policy + value,
         summariser=4 * width * slot + (2 * slot + 1) * slot + _SUMMARY_SLOTS * slot,
         retrieval=2 * width * summary,

@@ -87,9 +87,10 @@ def scan_chunks(
     writes: Writes,
     *,
     rule: Rule,
-    decay: float,
+    decay: float | Tensor,
     start: int,
     clamp: Clamp,
+    passes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the recurrence over the tokens of a call.
 
@@ -97,9 +98,10 @@ def scan_chunks(
         weights: H before the first token, [B, r, r].
         lookups: vectors that each token reads H with, before it stores, [B, T, J, r].
         writes: features that each token stores.
-        rule, decay: of H, per token.
+        rule, decay: of H, per token; a decay that is learned is a tensor of one number.
         start: tokens of the episode before these.
         clamp: applied to H after every `CLAMP_EVERY_TOKENS` tokens of the episode.
+        passes: False for filling, over which H does not fade, [B, T]; it stores nothing either.
     Returns:
         H p for each lookup p, [B, T, J, r], and H after the last token.
     """
@@ -118,46 +120,67 @@ def scan_chunks(
             continue
         part = slice(begin, begin + size * count)
         chunked = [x[:, part].unflatten(1, (count, size)) for x in (lookups, *writes)]
+        if passes is not None:
+            decays = _decays_over(decay, passes[:, part].unflatten(1, (count, size)))
+        elif isinstance(decay, Tensor):
+            decays = _decays_over(decay, lookups.new_ones(1, 1, size))
+        else:
+            decays = _decays(decay, size, lookups.device)
         is_complete = (start + part.stop) % whole == 0
         values, weights = _scan_equal_chunks(
-            weights, chunked[0], Writes(*chunked[1:]), rule, decay, clamp if is_complete else None
+            weights, chunked[0], Writes(*chunked[1:]), rule, decays, clamp if is_complete else None
         )
         read.append(values)
     return torch.cat(read, dim=1), weights
 
 
+class _Decays(NamedTuple):
+    """Decays within chunks, of each chunk or the same for all, [B or 1, n or 1, ...]."""
+
+    from_start: Tensor  # from the start of the chunk to each token, [..., c]
+    within: Tensor  # from behind each earlier token s to token t, [..., t, s]; 0 for later ones
+    to_end: Tensor  # from behind each token to the end of the chunk, [..., c]
+    over_chunk: Tensor  # [..., 1, 1]
+
+    def over(self, number: int) -> Tensor:
+        """Decay over chunk `number`, [B or 1, 1, 1]."""
+        return self.over_chunk[:, number if self.over_chunk.shape[1] > 1 else 0]
+
+
 def _scan_equal_chunks(
-    weights: Tensor, lookups: Tensor, writes: Writes, rule: Rule, decay: float, clamp: Clamp | None
+    weights: Tensor,
+    lookups: Tensor,
+    writes: Writes,
+    rule: Rule,
+    decays: _Decays,
+    clamp: Clamp | None,
 ) -> tuple[Tensor, Tensor]:
     """Scans chunks of equal size, [B, n, c, ...]; `clamp` is None for one incomplete chunk."""
-    size = lookups.shape[2]
-    decays = _decays(decay, size, lookups.device)
-    from_start, within, to_end = decays
     # H_t = decay^t H_0 + sum over s < t of decay^(t-1-s) left_s right_s^T
     left, right, _ = writes
     if rule == "hebb":
-        faded = left * (writes.strength * to_end).unsqueeze(-1)
+        faded = left * (writes.strength * decays.to_end).unsqueeze(-1)
         befores = []
-        for added in (faded.transpose(2, 3) @ right).unbind(1):
+        for number, added in enumerate((faded.transpose(2, 3) @ right).unbind(1)):
             befores.append(weights)
-            weights = torch.add(added, weights, alpha=decay**size)
+            weights = torch.addcmul(added, weights, decays.over(number))
             weights = weights if clamp is None else clamp(weights)
         starts = torch.stack(befores, dim=1)
     elif rule == "delta":
-        starts, weights, left = _carry_delta(weights, writes, decays, decay**size, clamp)
+        starts, weights, left = _carry_delta(weights, writes, decays, clamp)
     else:
         # H^T follows delta's rule; the clamp works element by element, so it needs no transposing
         swapped = Writes(right, left, writes.strength)
         turned = weights.transpose(1, 2)
-        starts, turned, right = _carry_delta(turned, swapped, decays, decay**size, clamp)
+        starts, turned, right = _carry_delta(turned, swapped, decays, clamp)
         starts = starts.transpose(2, 3)
         weights = turned.transpose(1, 2)
     stored = left * writes.strength.unsqueeze(-1)  # m a, [B, n, c, r]
-    carried = lookups * from_start[:, None, None]
+    carried = lookups * decays.from_start[..., None, None]
     flat = lookups.flatten(2, 3)  # [B, n, c J, r]
     # the sum over s as attention within the chunk: p . right_s, masked and faded, times left_s
     scores = flat @ right.transpose(2, 3)  # [B, n, c J, c]
-    scores = scores * within.repeat_interleave(lookups.shape[3], dim=0)
+    scores = scores * decays.within.repeat_interleave(lookups.shape[3], dim=-2)
     read = carried.flatten(2, 3) @ starts.transpose(2, 3) + scores @ stored
     return read.view(lookups.shape).flatten(1, 2), weights
 
@@ -165,47 +188,60 @@ def _scan_equal_chunks(
 def _carry_delta(
     weights: Tensor,
     writes: Writes,
-    decays: tuple[Tensor, Tensor, Tensor],
-    over_chunk: float,
+    decays: _Decays,
     clamp: Clamp | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns H at the start of each chunk, H after the last, and the errors u, [B, n, c, r]."""
     value, key, strength = writes
-    from_start, within, to_end = decays
     size, rank = key.shape[2:]
-    overlap = (key @ key.transpose(2, 3)) * within * strength.unsqueeze(2)  # strictly lower
+    overlap = (key @ key.transpose(2, 3)) * decays.within * strength.unsqueeze(2)  # strictly lower
     # The system is solved for both terms of its right side at once, for all chunks, before any H_0
     # is known; the loop over chunks is then two small products each.
-    right = torch.cat([value, key * from_start.unsqueeze(-1)], dim=-1)
+    right = torch.cat([value, key * decays.from_start.unsqueeze(-1)], dim=-1)
     solved = torch.linalg.solve_triangular(
         overlap + torch.eye(size, device=key.device), right, upper=False, unitriangular=True
     )
-    stored = key * (strength * to_end).unsqueeze(-1)
+    stored = key * (strength * decays.to_end).unsqueeze(-1)
     starts = []
     errors = []
-    for chunk, added in zip(solved.unbind(1), stored.unbind(1), strict=True):
+    pairs = zip(solved.unbind(1), stored.unbind(1), strict=True)
+    for number, (chunk, added) in enumerate(pairs):
         starts.append(weights)
         error = chunk[..., :rank] - chunk[..., rank:] @ weights.transpose(1, 2)
         errors.append(error)
-        weights = torch.add(error.transpose(1, 2) @ added, weights, alpha=over_chunk)
+        weights = torch.addcmul(error.transpose(1, 2) @ added, weights, decays.over(number))
         if clamp is not None:
             weights = clamp(weights)
     return torch.stack(starts, dim=1), weights, torch.stack(errors, dim=1)
 
 
 @functools.lru_cache(maxsize=64)
-def _decays(decay: float, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns decay^s, [c], decay^(t-1-s) where s < t, else 0, [c, c], and decay^(c-1-s), [c]."""
+def _decays(decay: float, size: int, device: torch.device) -> _Decays:
+    """Returns the decays of a fixed rate where every token takes time."""
     # cached tensors must not be inference tensors: a later call may need gradients through them
     with torch.inference_mode(False):
-        place = torch.arange(size, device=device, dtype=torch.float32)
-        apart = place.unsqueeze(1) - place - 1
-        within = torch.where(apart >= 0, decay ** apart.clamp(min=0), 0.0)
-        return decay**place, within, decay ** (size - 1 - place)
+        return _decays_over(decay, torch.ones(1, 1, size, device=device))
+
+
+def _decays_over(decay: float | Tensor, passes: Tensor) -> _Decays:
+    """Returns the decays of chunks, [B, n, c], whose tokens take time where `passes`."""
+    ticks = passes.float()
+    after = ticks.cumsum(-1)  # tokens that took time, this one included
+    before = after - ticks
+    total = after[..., -1:]
+    apart = before.unsqueeze(-1) - after.unsqueeze(-2)  # [B, n, t, s]
+    earlier = torch.ones_like(apart, dtype=torch.bool).tril(-1)
+    within = torch.where(earlier, decay ** apart.clamp(min=0), 0.0)
+    return _Decays(decay**before, within, decay ** (total - after), (decay**total).unsqueeze(-1))
 
 
 def correlation_loss(
-    writes: Writes, recalled: Tensor, weights: Tensor, *, decay: float, decorrelation_weight: float
+    writes: Writes,
+    recalled: Tensor,
+    weights: Tensor,
+    *,
+    decay: float | Tensor,
+    decorrelation_weight: float,
 ) -> Tensor:
     """Correlation objective of one adapter, summed over sequences; scalar, float32.
 

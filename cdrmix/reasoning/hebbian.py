@@ -5,7 +5,7 @@ For a token of an adapted layer with y0 = W x, p = normalize(A x) and q = normal
     y = y0 + alpha g B (H p)          H: fast weights of this sequence, zero at its start
     H' = rule(H, q, e, m)             e: trace of the p before, m = sigmoid(w_m . x + b)
 
-A, B, g, w_m, b and the trace's decay are parameters, learned slowly; H is state, see
+A, B, g, w_m, b, the trace's decay and H's half-life are parameters, learned slowly; H is state, see
 `fast_weights`. The adapters are attached by forward hooks, so that a backbone's code, its parameter
 names and, with plasticity off, its numbers stay what they are.
 """
@@ -75,6 +75,22 @@ class PlasticAdapter(nn.Module):
         self.modulator = nn.Parameter(torch.empty(in_features))
         self.modulator_bias = nn.Parameter(torch.empty(1))
         self.trace_decay = nn.Parameter(torch.empty(1))  # before its sigmoid
+        # place of the half-life between the two bounds, before its sigmoid
+        self.half_life: nn.Parameter | None = None
+        if config.half_life_tokens is not None:
+            self.half_life = nn.Parameter(torch.empty(1))
+
+    @property
+    def decay(self) -> float | Tensor:
+        """Decay of H per token, in float32 where it is learned."""
+        if self.half_life is None or self.config.half_life_tokens is None:
+            assert self.config.decay is not None, "the schema asks for one of the two"
+            return self.config.decay
+        shortest, longest = self.config.half_life_tokens
+        place = torch.sigmoid(self.half_life.float())
+        # even in the logarithm: each doubling of the half-life is as far as the next
+        half_life = shortest * (longest / shortest) ** place
+        return torch.exp2(-1 / half_life)
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, gain: float = _INITIAL_GAIN) -> None:
@@ -84,6 +100,9 @@ class PlasticAdapter(nn.Module):
         self.gain.fill_(gain)
         for parameter in (self.modulator, self.modulator_bias, self.trace_decay):
             parameter.zero_()
+        if self.half_life is not None:
+            # apart from each other, so that some remember long from the beginning
+            normal_(self.half_life, 1.5, seed=seed, name=f"{name}.half_life")
 
     def forward(
         self,
@@ -116,15 +135,16 @@ class PlasticAdapter(nn.Module):
         stored = Writes(post, trace[:, :-1], limited(strength, post, trace[:, :-1]))
         # the objective asks what H gives for the trace under which the token is stored
         lookups = [pre, stored.trace] if with_correlation else [pre]
-        clamp = self.config.clamp
+        decay = self.decay
         read, weights = scan_chunks(
             before.weights,
             torch.stack(lookups, dim=2),
             stored,
             rule=self.rule,
-            decay=self.config.decay,
+            decay=decay,
             start=start,
-            clamp=lambda weights: clamp * torch.tanh(weights / clamp),
+            clamp=partial(clamped, largest=self.config.clamp),
+            passes=mask,
         )
         correlation = None
         if with_correlation:
@@ -132,7 +152,8 @@ class PlasticAdapter(nn.Module):
                 stored,
                 read[:, :, 1],
                 weights,
-                decay=self.config.decay,
+                # the objective moves what is stored, not the time that it stays
+                decay=decay.detach() if isinstance(decay, Tensor) else decay,
                 decorrelation_weight=self.config.decorrelation_weight,
             )
         after = FastWeights(weights, trace[:, -1])
@@ -164,6 +185,17 @@ class PlasticAdapter(nn.Module):
         scale = (LARGEST_RELATIVE_CHANGE * layer_size / size).clamp(max=1)
         bounded = (recalled * scale.unsqueeze(-1)).to(y0.dtype)
         return y0 + F.linear(bounded, change.to(y0.dtype))
+
+
+def clamped(weights: Tensor, *, largest: float) -> Tensor:
+    """Keeps magnitudes below `largest`; up to half of it, they stay as they are.
+
+    A clamp that shrinks small weights too makes them fade, whatever their decay: c tanh(H / c)
+    leaves .4 of a weight of 1 after 512 tokens at c = 2.
+    """
+    half = largest / 2
+    inner = weights.clamp(-half, half)
+    return inner + half * torch.tanh((weights - inner) / half)
 
 
 def _adapted(backbone: Backbone) -> Iterator[tuple[str, nn.Linear]]:
@@ -261,7 +293,7 @@ class PlasticBackbone(nn.Module):
             return_blocks: return the backbone's state and cache too.
             writes: False reads the fast weights and leaves them as they are.
             with_correlation: compute the local objective too.
-            mask: True for text, [B, T]; over padding, fast weights only fade.
+            mask: True for text, [B, T]; over padding, fast weights stay as they are.
         """
         results: dict[str, Adapted] = {}
 

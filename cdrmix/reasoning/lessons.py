@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.tasks import Example, generate_examples
+from cdrmix.reasoning.tasks import WHOLE_TEXT_TASKS, Example, generate_examples
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
 # takes. With a single stray in .3 of the windows, answers beside another key's code were right in
@@ -181,6 +182,8 @@ class Lessons:
         ratios = self.training.length_ratios
         task = tasks[number % len(tasks)]
         shortest = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        if use != "policy" and task in WHOLE_TEXT_TASKS:
+            return self._shortest_example(task, f"{self.seed}/{use}", number)
         # the same task and not the next one, so that each keeps its share of the lessons
         for ratio in range(shortest, shortest + _LONGER_BY):
             with contextlib.suppress(DataError):
@@ -189,12 +192,26 @@ class Lessons:
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Makes example `number` of a task at a length in windows of this tokenizer."""
+        return self._generated(task, seed, number, length_ratio, self.window_tokens)
+
+    def _shortest_example(self, task: str, seed: str, number: int) -> Example:
+        """Makes an example of as few segments as hold its statements, none of which may go."""
+        size = segment_tokens(self.window_tokens)
+        for count in itertools.count(TRAINED_SEGMENTS):
+            # Lengths in segments: a text of several windows would end with one of fillers.
+            with contextlib.suppress(DataError):
+                return self._generated(task, seed, number, 1, count * size)
+        raise AssertionError("a text grows until its statements fit")
+
+    def _generated(
+        self, task: str, seed: str, number: int, length_ratio: int, window_tokens: int
+    ) -> Example:
         return generate_examples(
             task,
             number=number,
             seed=seed,
             length_ratio=length_ratio,
-            window_tokens=self.window_tokens,
+            window_tokens=window_tokens,
             count_tokens=lambda text: len(self.tokenizer.encode(text)),
         )
 
@@ -204,7 +221,8 @@ class Lessons:
         """Returns a task's segments, and the places of its evidence among them, in its order."""
         segments = self.segments(example.text)
         evidence = self.evidence(example, segments)
-        if whole or len(segments) <= TRAINED_SEGMENTS:
+        is_whole = whole or example.task in WHOLE_TEXT_TASKS
+        if is_whole or len(segments) <= TRAINED_SEGMENTS:
             return segments, evidence
         others = [place for place in range(len(segments)) if place not in evidence]
         fillers = rng.sample(others, max(TRAINED_SEGMENTS - len(evidence), 0))

@@ -171,6 +171,10 @@ KINDS: dict[str, Callable[[random.Random], Puzzle]] = {
 }
 
 
+# Their answers take the whole text: no sentence of it is evidence.
+WHOLE_TEXT_TASKS = frozenset(["common_words"])
+
+
 @dataclass(frozen=True)
 class Example:
     """Task with its text, and a row of a file of tasks."""

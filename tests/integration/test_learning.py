@@ -17,8 +17,10 @@ from tools.benchmark import learn_system as system
 def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
     found = binding.learn(rank, seed=0)
     assert found["trained"] >= 0.90
-    assert found["gap x4"] >= 0.75
+    assert found["gap x8"] >= 0.80
+    # by chance 1 in 16
     assert found["plastic off"] <= 0.15
+    assert found["weights of another"] <= 0.15
     assert found["largest weight"] <= binding.adapter_config(rank).clamp
 
 

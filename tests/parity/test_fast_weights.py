@@ -31,6 +31,7 @@ def scan_tokens(
     decay: float,
     start: int,
     clamp: Clamp,
+    passes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence as it is defined, token by token."""
     read = []
@@ -43,7 +44,10 @@ def scan_tokens(
         elif rule == "oja":
             e = e - weights.transpose(1, 2) @ q
         m = writes.strength[:, t, None, None]
-        weights = decay * weights + m * q @ e.transpose(1, 2)
+        faded = decay * weights
+        if passes is not None:
+            faded = torch.where(passes[:, t, None, None], faded, weights)
+        weights = faded + m * q @ e.transpose(1, 2)
         if (start + t + 1) % CLAMP_EVERY_TOKENS == 0:
             weights = clamp(weights)
     return torch.stack(read, dim=1), weights
@@ -89,6 +93,38 @@ def test_chunks_equal_the_recurrence_with_all_gradients(rule: str, length: int, 
     ):
         # float32 sums in another order; values and gradients are of the order of 1
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("length", "start"), CASES)
+def test_a_learned_decay_and_filling_equal_the_recurrence_with_all_gradients(
+    rule: str, length: int, start: int
+) -> None:
+    weights, lookups, *writes = inputs(length, 8, lookups=2)
+    passes = torch.rand(3, length) < 0.6
+    results = []
+    for scan in (scan_chunks, scan_tokens):
+        stored = Writes(*writes)
+        stored = stored._replace(strength=torch.where(passes, stored.strength, 0))
+        decay = torch.tensor([0.93], requires_grad=True)
+        settings = {"rule": rule, "decay": decay, "start": start, "clamp": clamped}
+        read, after = scan(weights, lookups, stored, passes=passes, **settings)
+        loss = (read * read.detach().cos()).sum() + (after * after.detach().sin()).sum()
+        gradients = torch.autograd.grad(loss, [weights, lookups, *writes, decay], allow_unused=True)
+        results.append([read, after, *gradients])
+    for ours, plain in zip(*results, strict=True):
+        # the gradient of the decay sums over all tokens, sequences and fast weights
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_filling_neither_stores_nor_fades() -> None:
+    weights, lookups, *writes = (x.detach() for x in inputs(40, 8))
+    passes = torch.zeros(3, 40, dtype=torch.bool)
+    stored = Writes(*writes)._replace(strength=torch.zeros(3, 40))
+    settings = {"rule": "hebb", "decay": 0.5, "start": 0, "clamp": lambda weights: weights}
+    read, after = scan_chunks(weights, lookups, stored, passes=passes, **settings)
+    torch.testing.assert_close(after, weights)
+    torch.testing.assert_close(read, lookups @ weights.transpose(1, 2).unsqueeze(1))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,6 +8,8 @@ trained, forgets everything after two tokens; only the fast weights outlive that
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from cdrmix.models.initialize import normal_
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.fast_weights import CLAMP_EVERY_TOKENS, Rule
 from cdrmix.reasoning.hebbian import PlasticBackbone
+from cdrmix.reasoning.state_rows import map_tensors
 from tools.benchmark.timing import report
 
 NUM_KEYS = 32
@@ -99,6 +102,14 @@ def answer(model: PlasticBackbone, ids: Tensor, *, plastic: bool = True) -> Tens
     return model.backbone.logits(hidden[:, -1])[:, NUM_KEYS : NUM_KEYS + NUM_VALUES]
 
 
+def answer_from_another(model: PlasticBackbone, ids: Tensor) -> Tensor:
+    """Scores of the values where each question meets the fast weights of another sequence."""
+    facts, question = ids[:, :-WINDOW_TOKENS], ids[:, -WINDOW_TOKENS:]
+    read = model(facts, state=model.start(len(ids)), segment_ids=windows(facts)).state
+    hidden = model(question, state=map_tensors(read, lambda rows: rows.roll(1, 0))).output.hidden
+    return model.backbone.logits(hidden[:, -1])[:, NUM_KEYS : NUM_KEYS + NUM_VALUES]
+
+
 def train(rank: int, *, seed: int, steps: int, rule: Rule = "hebb") -> PlasticBackbone:
     """Adapters of a rank after `steps` batches, at gaps of 16 tokens."""
     model = PlasticBackbone(frozen_backbone(seed), adapter_config(rank), rule=rule)
@@ -120,13 +131,15 @@ def train(rank: int, *, seed: int, steps: int, rule: Rule = "hebb") -> PlasticBa
 
 
 @torch.no_grad()
-def accuracy(model: PlasticBackbone, rank: int, *, gap: int, plastic: bool = True) -> float:
-    """Share of unseen sequences that are answered right."""
+def accuracy(
+    model: PlasticBackbone, rank: int, *, gap: int, scores: Callable[..., Tensor] = answer
+) -> float:
+    """Share of unseen sequences that are answered right by the highest of `scores`."""
     generator = torch.Generator().manual_seed(10_000)
     ids, values = make_batch(
         NUM_EVALUATED, num_pairs=ROWS[rank].num_pairs, gap=gap, generator=generator
     )
-    return float((answer(model, ids, plastic=plastic).argmax(-1) == values).float().mean())
+    return float((scores(model, ids).argmax(-1) == values).float().mean())
 
 
 @torch.no_grad()
@@ -147,8 +160,11 @@ def learn(rank: int, *, seed: int, steps: int | None = None, rule: Rule = "hebb"
     model = train(rank, seed=seed, steps=steps or ROWS[rank].steps, rule=rule)
     return {
         "trained": accuracy(model, rank, gap=GAP_TOKENS),
-        "gap x4": accuracy(model, rank, gap=4 * GAP_TOKENS),
-        "plastic off": accuracy(model, rank, gap=GAP_TOKENS, plastic=False),
+        "gap x8": accuracy(model, rank, gap=8 * GAP_TOKENS),
+        "plastic off": accuracy(
+            model, rank, gap=GAP_TOKENS, scores=partial(answer, plastic=False)
+        ),
+        "weights of another": accuracy(model, rank, gap=GAP_TOKENS, scores=answer_from_another),
         "largest weight": largest_weight(model, rank),
         "seconds": time.process_time() - began,
     }

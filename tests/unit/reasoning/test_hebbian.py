@@ -12,6 +12,7 @@ from cdrmix.reasoning.hebbian import (
     EpisodeState,
     PlasticAdapter,
     PlasticBackbone,
+    clamped,
 )
 from cdrmix.reasoning.state_rows import branch, map_tensors, select
 
@@ -219,15 +220,49 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     weights = torch.tensor([[0.9, 0.0], [0.4, 0.8]])
     torch.testing.assert_close(found.after.weights[0], weights)
     torch.testing.assert_close(found.after.trace[0], torch.tensor([1.25, 0.5]))
-    # filling fades both
+    # over filling H stays, and the trace, which is of the tokens just before, fades
     filling = torch.zeros(1, 4, dtype=torch.bool)
-    faded = adapter(torch.ones(1, 4, 2), torch.ones(1, 4, 2), found.after, mask=filling, **read)
-    torch.testing.assert_close(faded.after.weights[0], 0.9**4 * weights)
-    torch.testing.assert_close(faded.after.trace[0], torch.tensor([1.25, 0.5]) / 16)
-    # the sixteenth token of an episode ends at the clamp
+    kept = adapter(torch.ones(1, 4, 2), torch.ones(1, 4, 2), found.after, mask=filling, **read)
+    torch.testing.assert_close(kept.after.weights[0], weights)
+    torch.testing.assert_close(kept.after.trace[0], torch.tensor([1.25, 0.5]) / 16)
+    # the sixteenth token of an episode ends at the clamp, which leaves small weights alone
     at_border = {**read, "start": 15, "mask": filling[:, :1]}
-    clamped = adapter(torch.ones(1, 1, 2), torch.ones(1, 1, 2), found.after, **at_border)
-    torch.testing.assert_close(clamped.after.weights[0], 2 * torch.tanh(0.9 * weights / 2))
+    large = FastWeights(4 * weights[None], found.after.trace)
+    ended = adapter(torch.ones(1, 1, 2), torch.ones(1, 1, 2), large, **at_border)
+    expected = torch.tensor([[3.6, 0.0], [1.6, 3.2]])
+    torch.testing.assert_close(
+        ended.after.weights[0], torch.where(expected > 1, 1 + torch.tanh(expected - 1), expected)
+    )
+
+
+def test_each_adapter_learns_a_half_life_within_its_bounds() -> None:
+    config = AdapterConfig(rank=2, alpha=0.2, half_life_tokens=(16, 512))
+    adapters = [PlasticAdapter(2, 2, config, "hebb") for _ in range(12)]
+    half_lives = []
+    for number, adapter in enumerate(adapters):
+        adapter.initialize(seed=0, name=f"{number}")
+        half_lives.append(-1 / float(torch.log2(adapter.decay.detach())))
+    assert 16 < min(half_lives) < 50 and 160 < max(half_lives) < 512
+    adapter = adapters[0]
+    with torch.no_grad():
+        adapter.half_life.zero_()
+    # the middle of the bounds in the logarithm
+    assert -1 / float(torch.log2(adapter.decay.detach())) == pytest.approx(
+        (16 * 512) ** 0.5, rel=1e-4
+    )
+    x = torch.randn(1, 40, 2)
+    blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
+    adapter(x, x, blank, start=0, writes=True, with_correlation=False).y.sum().backward()
+    assert adapter.half_life.grad is not None and adapter.half_life.grad.any()
+
+
+def test_a_memory_of_one_stays_one_over_a_thousand_tokens_of_filling_and_clamps() -> None:
+    """The clamp before, c tanh(H / c), left .3 of it; a decay of .98 nothing."""
+    weights = torch.eye(2).unsqueeze(0)
+    for _ in range(1024 // 16):
+        weights = clamped(weights, largest=2.0)
+    torch.testing.assert_close(weights, torch.eye(2).unsqueeze(0))
+    assert clamped(torch.tensor(100.0), largest=2.0) <= 2
 
 
 RATES = {"decay": 0.9, "decorrelation_weight": 1e-2}
