@@ -105,9 +105,15 @@ class EvictionConfig(Section):
     """Actions after which the recency term halves (count)."""
 
 
-class MemoryConfig(Section):
-    """Working and episodic memory."""
+MemoryPart = Literal["plastic", "slots", "episodic", "state"]
 
+
+class MemoryConfig(Section):
+    """Memory of a reader: what remains of a segment that was read."""
+
+    parts: tuple[MemoryPart, ...] = Field(("plastic", "slots", "episodic"), strict=False)
+    """Memories that a reader has: fast weights, summary slots, segments written, and the recurrent
+    state of segments that are summarised, which then goes on into the window."""
     # A multiple, because all slots have the same width.
     summary_dim: int = Field(ge=1, multiple_of=8)
     """Width shared by the 8 summary slots (features)."""
@@ -214,6 +220,23 @@ class StageBConfig(Section):
     memory: MemoryConfig
     losses: StageBLosses = StageBLosses()
     training: StageBTraining = StageBTraining()
+
+    @model_validator(mode="after")
+    def _phases_have_parts(self) -> StageBConfig:
+        parts, training = self.memory.parts, self.training
+        if not parts:
+            raise ValueError("memory.parts is empty: a reader needs a memory. Try [plastic]")
+        if training.adapter_steps and "plastic" not in parts:
+            raise ValueError(
+                f"training.adapter_steps = {training.adapter_steps}, and memory.parts has no "
+                "plastic: nothing would be learned. Try training.adapter_steps = 0"
+            )
+        if training.memory_steps and not {"slots", "episodic"} & {*parts}:
+            raise ValueError(
+                f"training.memory_steps = {training.memory_steps}, and memory.parts has neither "
+                "slots nor episodic: nothing would be learned. Try training.memory_steps = 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_frozen_is_cut(self) -> StageBConfig:

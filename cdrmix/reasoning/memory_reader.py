@@ -13,15 +13,17 @@ a text. At the end the window holds segments fetched from memory and the questio
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.reasoning import StageBConfig
+from cdrmix.config.reasoning import MemoryPart, StageBConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.planning.stage_b import segment_tokens
+from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
@@ -90,6 +92,20 @@ class MemoryReader(nn.Module):
         """Backbone; without memory it computes what it did before."""
         return self.plastic.backbone
 
+    def has(self, part: MemoryPart) -> bool:
+        """True for a memory that this reader has."""
+        return part in self.config.memory.parts
+
+    def is_used(self, name: str) -> bool:
+        """True for a parameter, by its name, of a memory that this reader has."""
+        memories: dict[str, MemoryPart] = {
+            "adapters": "plastic",
+            "retrieval": "episodic",
+            "memory": "slots",
+        }
+        modules = name.replace("/", ".").split(".")
+        return all(self.has(memory) for module, memory in memories.items() if module in modules)
+
     @property
     def capacity(self) -> int:
         """Most segments that memory holds."""
@@ -106,6 +122,7 @@ class MemoryReader(nn.Module):
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
     ) -> Reading:
         """Reads texts to their end, with fast weights and their local objective if asked for."""
+        plastic = plastic and self.has("plastic")
         state = self.plastic.start(len(texts.tokens)) if plastic else None
         step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
         every_mask = texts.mask
@@ -137,11 +154,13 @@ class MemoryReader(nn.Module):
         correlation = torch.stack(correlations).mean() if correlations else None
         return Reading(texts, every, pooled, keys, state, correlation)
 
-    def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor:
+    def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor | None:
         """Folds chosen segments [n, L] into fresh slots, in their order, [n, slots, width].
 
-        `rows`, [n], says of which text each row is.
+        `rows`, [n], says of which text each row is. None without slots.
         """
+        if not self.has("slots"):
+            return None
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
         # segment by segment for all rows, as a write depends on the slots before it
@@ -149,6 +168,25 @@ class MemoryReader(nn.Module):
             after = self.memory.write(slots, reading.hidden[rows, place], mask[rows, place])
             slots = torch.where(chosen[:, place].view(-1, 1, 1), after, slots)
         return slots
+
+    def recalled(self, reading: Reading, rows: Tensor, chosen: Tensor) -> EpisodeState | None:
+        """Returns what windows of texts `rows`, [n], begin with beside slots.
+
+        That are fast weights, and, where the reader carries it, the recurrent state behind the
+        segments `chosen`, [n, L], read one after another.
+        """
+        plastic = select(reading.plastic, rows)
+        if not self.has("state"):
+            return plastic
+        texts = reading.texts
+        committed = [
+            # a mark before them, so that a row without a segment has a state too
+            [self.marks.memory]
+            + [id for place in places.nonzero().flatten() for id in texts.segment(row, int(place))]
+            for row, places in zip(rows.tolist(), chosen, strict=True)
+        ]
+        blocks = carry(self.backbone, committed, window_tokens=self.window_tokens)
+        return dataclasses.replace(plastic or EpisodeState({}, 0), blocks=blocks)
 
     def windows(
         self, texts: Texts, rows: Sequence[int], fetched: Sequence[Sequence[int]]

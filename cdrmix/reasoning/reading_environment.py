@@ -29,7 +29,6 @@ from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
-from cdrmix.reasoning.state_rows import select
 
 # Most segments spliced into a window; those without room in it are left out.
 MOST_FETCHED = 8
@@ -98,7 +97,13 @@ class ReadingEpisodes:
         self.top_k = reader.config.memory.top_k
         # a text has no more segments to write, and every column costs time in each retrieval
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
-        self.forbidden = forbidden
+        # what would keep nothing is no operation of this reader's
+        absent = set()
+        if not reader.has("episodic"):
+            absent |= {Action.CACHE_WRITE, Action.RETRIEVE}
+        if not (reader.has("slots") or reader.has("state")):
+            absent.add(Action.SUMMARIZE)
+        self.forbidden = forbidden | absent
         self._has_slots = slots
         self._earlier = earlier
         entries = earlier.index.entries if earlier else []
@@ -297,7 +302,8 @@ class ReadingEpisodes:
             slots = None
             if self._has_slots:
                 slots = self.reader.summarise(self.reading, rows, state.summarised[chosen])
-            found = run(windows, slots=slots, plastic=select(self.reading.plastic, rows))
+            recalled = self.reader.recalled(self.reading, rows, state.summarised[chosen])
+            found = run(windows, slots=slots, plastic=recalled)
             known.update(zip(new, found, strict=True))
         return [known[key] for key in keys]
 

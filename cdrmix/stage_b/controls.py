@@ -197,10 +197,15 @@ class Controls:
         )
 
     def _from_segments(self, chosen: Sequence[Sequence[int]]) -> list[list[int]]:
-        rows = range(len(chosen))
-        windows = self._reader.windows(self._texts, rows, chosen)
-        slots = self._reader.memory.start(len(chosen))
-        return self._reader.answer(windows, slots=slots, plastic=self._reading.plastic)
+        reader = self._reader
+        windows = reader.windows(self._texts, range(len(chosen)), chosen)
+        rows = torch.arange(len(chosen), device=self._texts.tokens.device)
+        nothing = torch.zeros_like(self._texts.lengths, dtype=torch.bool)  # is summarised
+        return reader.answer(
+            windows,
+            slots=reader.summarise(self._reading, rows, nothing),
+            plastic=reader.recalled(self._reading, rows, nothing),
+        )
 
     def _evidence(self) -> list[list[int]] | None:
         chosen = []

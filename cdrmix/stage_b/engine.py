@@ -184,7 +184,8 @@ class StageB(Stage[list[Any], LessonResult]):
             group["lr"] = rates[group["part"]]
         for name, parameter in run.engine.module.named_parameters():
             # `in_order` takes gradients of these alone.
-            parameter.requires_grad_(rates[part_of(name)] > 0)
+            is_learning = rates[part_of(name)] > 0 and self.course.model.is_used(name)
+            parameter.requires_grad_(is_learning)
         # Should DeepSpeed skip the step, those of the step before must not be reported for it.
         self.clip.norms.clear()
         # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.

@@ -53,14 +53,15 @@ def phase_loss(
     """
     weights = stage_b_section(config).losses
     # Memory is trained without adapters, and adapters without slots; the joint phase has both.
-    plastic = phase != "memory"
-    slots = phase != "adapters"
+    plastic = phase != "memory" and reader.has("plastic")
+    slots = phase != "adapters" and reader.has("slots")
     tasks, metrics = _task_losses(reader, lesson, plastic=plastic, slots=slots)
     losses: dict[str, Tensor] = {}
-    if phase != "adapters":
+    if phase != "adapters" and reader.has("episodic"):
         losses["retrieval"] = tasks["retrieval"]
     if phase != "memory":
         losses["answer"] = weights.ce * tasks["answer"]
+    if plastic:
         losses["correlation"] = weights.hebbian * tasks["correlation"]
     if len(lesson.plain):
         text = text_loss(reader, lesson.plain, plastic=plastic, slots=slots)
@@ -93,9 +94,12 @@ def _task_losses(
     width = max(tokens.shape[1], seeking.tokens.shape[1])
     both = torch.cat([F.pad(ids, (0, width - ids.shape[1])) for ids in (seeking.tokens, tokens)])
     index = torch.arange(count, device=both.device).repeat(2)
-    memory = reader.summarise(reading, index[:count], lesson.summarised).repeat(2, 1, 1)
+    memory = reader.summarise(reading, index[:count], lesson.summarised) if slots else None
+    recalled = reader.recalled(reading, index[:count], lesson.summarised)
     output, _ = reader.look(
-        both, slots=memory if slots else None, plastic=select(reading.plastic, index)
+        both,
+        slots=None if memory is None else memory.repeat(2, 1, 1),
+        plastic=select(recalled, index),
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
