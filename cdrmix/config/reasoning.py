@@ -18,7 +18,12 @@ ReasoningTask = Literal[
     "look_up",
     "arithmetic",
     "logic",
+    "needle_decoys",
+    "needle_haystack",
+    "registers",
 ]
+# Of a run that names none; what came later is asked for by name.
+_DEFAULT_TASKS: tuple[ReasoningTask, ...] = get_args(ReasoningTask)[:8]
 
 # A segment is a quarter of a window and must hold a sentence of any task; besides the question and
 # its answer, a window must hold one segment (tokens).
@@ -147,8 +152,9 @@ class StageBTraining(Section):
     """Tokens read at a time; null: training.sequence_length."""
     length_ratios: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1, strict=False)
     """Lengths of the texts, used in turn (windows)."""
-    tasks: tuple[ReasoningTask, ...] = Field(get_args(ReasoningTask), min_length=1, strict=False)
-    """Tasks of the texts, used in turn."""
+    tasks: tuple[ReasoningTask, ...] = Field(_DEFAULT_TASKS, min_length=1, strict=False)
+    """Tasks of the texts, used in turn. needle_decoys, needle_haystack and registers are asked for
+    by name alone."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
     policy_steps: int = Field(150, ge=0)

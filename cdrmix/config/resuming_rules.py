@@ -163,6 +163,7 @@ _RULES = {
     "stage_b.losses": _ALTERS,
     "stage_b.training": _ALTERS,
     "stage_b.adapters.rank": _SHAPE,
+    "stage_b.adapters.half_life_tokens": _SHAPE,
     "stage_b.memory.summary_dim": _SHAPE,
     "stage_b.training.tasks": _LESSONS,
     "stage_b.training.length_ratios": _LESSONS,

@@ -26,13 +26,22 @@ Match = Literal["all", "any"]
 CountTokens = Callable[[str], int]
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
-_FILLER = (
-    "Nobody asked about {}.",
-    "The way to {} is long.",
-    "It rained in {} again.",
-    "A letter from {} came late.",
-    "They spoke of {} for an hour.",
+_FILLERS = (
+    "Nobody asked about {word}.",
+    "The way to {word} is long.",
+    "It rained in {word} again.",
+    "A letter from {word} came late.",
+    "They spoke of {word} for an hour.",
 )
+# As long as a needle, with a number, and with words of the question.
+_DECOYS = (
+    "The room of {word} is {digits}.",
+    "The code was sent to {word}.",
+    "{word} has {digits} letters.",
+    "Nobody knows the code of {word}.",
+    "What is in {word} is lost.",
+)
+_NEEDLES = ("The code of {word} is {digits}.",)
 
 
 class Puzzle(NamedTuple):
@@ -47,6 +56,7 @@ class Puzzle(NamedTuple):
     answers: list[str]
     evidence: list[str]
     match: Match = "all"
+    fillers: tuple[str, ...] = _FILLERS  # sentences between, with a word and perhaps digits
 
 
 def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
@@ -73,6 +83,20 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
     answers = [code for key in targets for code in codes[key]]
     evidence = [f"The code of {key} is {code}." for key in targets for code in codes[key]]
     return Puzzle(statements, question, answers, evidence)
+
+
+def registers(rng: random.Random, *, num_registers: int, num_updates: int) -> Puzzle:
+    """Overwrites a few registers again and again, and asks for what one holds at the end."""
+    fresh = words(rng, num_syllables=2)
+    names = [next(fresh) for _ in range(num_registers)]
+    updates = [rng.choice(names) for _ in range(num_updates)]
+    updates[: len(names)] = names  # each is set once at least
+    values = rng.sample(range(1000, 10_000), num_updates)  # no value twice
+    statements = [f"Set {name} to {value}." for name, value in zip(updates, values, strict=True)]
+    name = rng.choice(names)
+    last = max(place for place, each in enumerate(updates) if each == name)
+    answer = str(values[last])
+    return Puzzle(statements, f"What does {name} hold?", [answer], [statements[last]])
 
 
 def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> Puzzle:
@@ -168,6 +192,15 @@ KINDS: dict[str, Callable[[random.Random], Puzzle]] = {
     "look_up": look_up,
     "arithmetic": lambda rng: arithmetic(rng, steps=3),
     "logic": lambda rng: logic(rng, steps=3),
+    "needle_decoys": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=1)._replace(
+        fillers=_DECOYS
+    ),
+    # every sentence is a needle
+    "needle_haystack": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=1)._replace(
+        fillers=_NEEDLES
+    ),
+    # more updates than an agent's budget lets it write at the lengths that have room for them
+    "registers": lambda rng: registers(rng, num_registers=4, num_updates=40),
 }
 
 
@@ -271,7 +304,11 @@ def _lay_out(
     for word in words(rng):
         if word in statement_words:
             continue
-        filler = rng.choice(_FILLER).format(word)
+        template = rng.choice(puzzle.fillers)
+        digits = rng.randrange(1000, 10_000) if "{digits}" in template else 0
+        if str(digits) in statement_words:
+            continue
+        filler = template.format(word=word, digits=digits)
         cost = count_tokens(f"{filler} ")
         if spent + cost > room:
             break

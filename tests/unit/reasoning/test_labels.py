@@ -68,6 +68,12 @@ def holds(text: str, question: str) -> set[str]:
     return {"yes" if question.split()[1] in known else "no"}
 
 
+def held(text: str, question: str) -> set[str]:
+    """What a register holds at the end."""
+    values = dict(re.findall(r"Set (\w+) to (\d+)\.", text))
+    return {values.get(question.split()[2], "")}
+
+
 SOLVERS: dict[str, Callable[[str, str], set[str]]] = {
     "needle_keys": codes,
     "needle_values": codes,
@@ -77,6 +83,9 @@ SOLVERS: dict[str, Callable[[str, str], set[str]]] = {
     "look_up": city,
     "arithmetic": total,
     "logic": holds,
+    "needle_decoys": codes,
+    "needle_haystack": codes,
+    "registers": held,
 }
 
 
