@@ -56,6 +56,25 @@ def test_texts_fill_their_length_and_never_exceed_it(task: str, ratio: int) -> N
     assert ratio * WINDOW - 8 <= length <= ratio * WINDOW
 
 
+def test_a_haystack_is_of_needles_and_decoys_are_none_of_them() -> None:
+    haystack = make("needle_haystack")
+    sentences = re.findall(r"[^.]+\.", haystack.text)
+    assert all(re.fullmatch(r" ?The code of \w+ is \d{4}\.", each) for each in sentences)
+    assert len(sentences) > 100 and haystack.text.count(haystack.answers[0]) == 1
+    decoys = make("needle_decoys")
+    others = [each for each in re.findall(r"[^.]+\.", decoys.text) if "The code of" not in each]
+    assert len(re.findall(r"\d{4}", " ".join(others))) > 10
+    assert not any(answer in each for answer in decoys.answers for each in others)
+
+
+def test_a_register_holds_what_it_was_set_to_last() -> None:
+    example = make("registers")
+    name = example.question.split()[2]
+    values = re.findall(rf"Set {name} to (\d+)\.", example.text)
+    assert [values[-1]] == list(example.answers) and len(values) > 1
+    assert example.evidence == (f"Set {name} to {values[-1]}.",)
+
+
 @pytest.mark.parametrize("task", KINDS)
 def test_the_last_window_alone_says_nothing(task: str) -> None:
     for number in range(10):
