@@ -155,6 +155,10 @@ class StageBTraining(Section):
     tasks: tuple[ReasoningTask, ...] = Field(_DEFAULT_TASKS, min_length=1, strict=False)
     """Tasks of the texts, used in turn. needle_decoys, needle_haystack and registers are asked for
     by name alone."""
+    hidden_evidence_share: float | None = Field(None, ge=0, le=1)
+    """Share of the answers asked for without their evidence in the window: segments with it are
+    summarised, so that slots, fast weights or the recurrent state have to hold it (ratio). null: 0
+    where memory.parts has episodic, else 1."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
     policy_steps: int = Field(150, ge=0)

@@ -86,6 +86,8 @@ class Lessons:
     rows: Rows | None = None
     num_rows: int = 0  # samples of the corpus
     drills: bool = True  # in lessons of the joint phase
+    # of the answers that are asked for without their evidence in the window
+    hidden_evidence_share: float = 0.0
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -126,6 +128,12 @@ class Lessons:
         summarised = torch.tensor(
             [[rng.random() < _SUMMARISED_SHARE for _ in range(length)] for _ in examples]
         )
+        in_windows = list(gathered)
+        for row, pieces in enumerate(evidence):
+            # no draw where the share is 0, so that it decides nothing else
+            if self.hidden_evidence_share and rng.random() < self.hidden_evidence_share:
+                in_windows[row] = tuple(each for each in gathered[row] if each not in pieces)
+                summarised[row, list(pieces)] = True
         seed = rng.getrandbits(62)
         plain = torch.zeros(0, 1, dtype=torch.int64)
         if self.rows is not None:
@@ -139,7 +147,7 @@ class Lessons:
             evidence=tuple(evidence),
             found=found,
             sought=torch.tensor(sought),
-            gathered=gathered,
+            gathered=tuple(in_windows),
             answers=tuple(self._answer(example) for example in examples),
             summarised=summarised & (texts.lengths > 0),
             plain=plain,

@@ -334,12 +334,21 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
         tokenizer=corpus.tokenizer,
         rows=corpus.train.rows,
         num_rows=corpus.train.num_samples,
+        hidden_evidence_share=hidden_evidence_share(stage_b),
     )
     window_tokens = lessons.window_tokens
     reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
     # From seed and names, so that all ranks have the same values without a collective.
     reader.initialize(seed=config.training.seed)
     return Course(reader.to(runtime.device()), lessons, config)
+
+
+def hidden_evidence_share(stage_b: StageBConfig) -> float:
+    """Share of the answers asked for without their evidence in the window."""
+    share = stage_b.training.hidden_evidence_share
+    if share is None:
+        return 0.0 if "episodic" in stage_b.memory.parts else 1.0
+    return share
 
 
 def stage_b_section(config: Config) -> StageBConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -10,7 +12,7 @@ from cdrmix.config.reasoning import StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
-from cdrmix.stage_b.phases import phase_loss, stage_b_section
+from cdrmix.stage_b.phases import hidden_evidence_share, phase_loss, stage_b_section
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader
 
 
@@ -77,6 +79,30 @@ def test_a_committed_segment_goes_on_into_the_window_and_one_passed_by_does_not(
         (alone,) = reader.backbone(mark, return_state=True).state[:1]
     assert not torch.allclose(hidden[0], hidden[1]) and not torch.allclose(hidden[1], hidden[2])
     torch.testing.assert_close(blank.channel_last, alone.channel_last)
+
+
+def test_hidden_evidence_is_summarised_and_not_in_the_window() -> None:
+    lessons = small_lessons(small_config(texts_per_lesson=16, tasks=("needle_keys", "look_up")))
+    hiding = dataclasses.replace(lessons, hidden_evidence_share=1.0)
+    shown, hidden = lessons.lesson("joint", 0), hiding.lesson("joint", 0)
+    assert [each.text for each in shown.examples] == [each.text for each in hidden.examples]
+    for row, pieces in enumerate(hidden.evidence):
+        assert pieces and set(pieces) <= set(shown.gathered[row])
+        assert not set(pieces) & set(hidden.gathered[row])
+        assert bool(hidden.summarised[row, list(pieces)].all())
+    half = dataclasses.replace(lessons, hidden_evidence_share=0.5)
+    made = [half.lesson("joint", number) for number in range(8)]
+    rows = [
+        bool(set(pieces) & set(gathered))
+        for lesson in made
+        for pieces, gathered in zip(lesson.evidence, lesson.gathered, strict=True)
+    ]
+    assert 0.3 < sum(rows) / len(rows) < 0.7
+
+
+def test_without_written_segments_all_answers_are_asked_from_what_is_left() -> None:
+    assert hidden_evidence_share(stage_b_section(small_config())) == 0.0
+    assert hidden_evidence_share(stage_b_section(config_with("slots"))) == 1.0
 
 
 @pytest.mark.parametrize(
