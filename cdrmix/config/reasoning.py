@@ -142,6 +142,10 @@ class StageBTraining(Section):
     """Tokens read at a time; null: training.sequence_length."""
     length_ratios: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1, strict=False)
     """Lengths of the texts, used in turn (windows)."""
+    # By an ablation: docs/benchmarks.md, "Stage B: choices of the agent's learning".
+    curriculum: float = Field(0.5, ge=0, le=1)
+    """Share of the policy's phase over which the lengths enter, evenly, the shortest being there
+    from the start (ratio); 0: all are."""
     tasks: tuple[ReasoningTask, ...] = Field(get_args(ReasoningTask), min_length=1, strict=False)
     """Tasks of the texts, used in turn."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
@@ -196,6 +200,18 @@ class StageBTraining(Section):
             ("policy", self.policy_steps),
         )
         return tuple((phase, steps) for phase, steps in lengths if steps)
+
+    def lengths_at(self, step: int, length: int) -> tuple[int, ...]:
+        """Lengths of the texts at a step, from 0, of a policy's phase of `length` steps.
+
+        The shortest length is there from the start, the longest from `curriculum` of the phase on.
+        """
+        every = sorted(set(self.length_ratios))
+        if self.curriculum == 0 or len(every) == 1:
+            return self.length_ratios
+        gap = self.curriculum * length / (len(every) - 1)
+        longest = every[min(len(every) - 1, int(step / gap))]
+        return tuple(ratio for ratio in self.length_ratios if ratio <= longest)
 
     @property
     def num_steps(self) -> int:

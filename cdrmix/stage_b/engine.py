@@ -1,8 +1,9 @@
 """Stage B as the loop sees it: lessons for a reader, phase by phase.
 
 A lesson is a batch of texts that one rank learns from in one micro-step. Except for the weights all
-is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
-metrics are means over a lesson, and those of a step means over its lessons.
+is a pure function of (phase, number, lengths): a lesson is the same on any rank and at any time.
+Losses and metrics are means over a lesson, and those of a step means over its lessons. Only the
+policy's are means over the steps of episodes, of all lessons and ranks alike.
 
 The phase of a step follows from its number. A step is one optimizer step on all its lessons; one of
 the policy is a batch of rollouts and up to four optimizer steps on it.
@@ -48,6 +49,8 @@ _SETTINGS = {
     "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
 }
 
+# What fields were before there was a choice.
+_OLDER = {"curriculum": 0.0}
 
 @dataclass
 class LessonLoader:
@@ -66,13 +69,14 @@ class LessonLoader:
     def next(self, step: int) -> list[Any]:
         """This rank's lessons of a step of Stage B; DataError if one cannot be made or played."""
         # From the number of the step, which checkpoints and metrics have, too.
-        phase = place_of(step, self.training).phase
+        phase, place, length = place_of(step, self.training)
+        lengths = self.training.lengths_at(place, length) if phase == "policy" else None
         # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self.training.lessons_per_step
         numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
 
         def make() -> list[Any]:
-            return [self.course.lesson(phase, number) for number in numbers]
+            return [self.course.lesson(phase, number, lengths=lengths) for number in numbers]
 
         # Ranks that share lessons play together: one without a lesson, because it could not be
         # made, would be waited for in the middle of an episode. So all of them fail here.
@@ -96,6 +100,7 @@ class LessonLoader:
             "tasks": list(training.tasks),
             "length_ratios": list(training.length_ratios),
             "window_tokens": training.window_tokens,
+            "curriculum": training.curriculum,
             "texts_per_lesson": training.texts_per_lesson,
             "phases": [[phase, length] for phase, length in training.phases],
         }
@@ -106,7 +111,7 @@ class LessonLoader:
         for key, ours in self.state_dict().items():
             if key in ("samples_consumed", "steps"):
                 continue
-            saved = state.get(key, ours)  # an older version saved fewer fields
+            saved = state.get(key, _OLDER.get(key, ours))  # an older version saved fewer fields
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
                 there, here = (
@@ -115,6 +120,8 @@ class LessonLoader:
                 )
                 same = there[: state["steps"]] == here[: state["steps"]]
             if not same:
+            if key == "curriculum" and not same:  # of the policy's phase alone
+                same = place_of(state.get("steps", 1) - 1, self.training).phase != "policy"
                 name = _SETTINGS.get(key, f"stage_b.training.{key}")
                 differing.append(f"{name} ({key}): {saved} there, {ours} here")
         if differing:

@@ -254,9 +254,11 @@ class Course:
         with_backbone = stage_b_section(self.config).training.backbone_lr_scale > 0
         return {"memory", "adapters", "backbone"} if with_backbone else {"memory", "adapters"}
 
-    def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
-        return moved(self.lessons.lesson(phase, number), self.model.backbone.device)
+    def lesson(self, phase: Phase, number: int, *, lengths: Sequence[int] | None = None) -> Lesson:
+        """Lesson `number` of a phase, from 0; `lengths` of its texts in the policy's phase, in
+        windows, are all of the configuration if None. Raises DataError if a shard is damaged."""
+        lesson = self.lessons.lesson(phase, number, lengths=lengths)
+        return moved(lesson, self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of a lesson in a phase without rollouts, and metrics."""
