@@ -50,6 +50,7 @@ PROMPTS = 32
 GROUP_SIZE = 16
 LEARNING_RATE = 1e-2
 NUM_EVALUATED = 512
+RARE_ITERATIONS = 50  # where successes are rare
 LENIENT = -0.05  # threshold of a branch that allows for the error of the value head
 
 
@@ -269,7 +270,13 @@ def measure(rounds: int) -> dict[str, Any]:
         began = time.process_time()
         row = learn(seed, iterations=150)
         learned.append({"seed": seed, **row, "seconds": time.process_time() - began})
-    return {"rounds": rounds, "learned": learned, "two by two": two_by_two(iterations=100)}
+    cells = two_by_two(iterations=RARE_ITERATIONS)
+    return {
+        "rounds": rounds,
+        "learned": learned,
+        "iterations": RARE_ITERATIONS,
+        "two by two": cells,
+    }
 
 
 def show(result: dict[str, Any]) -> None:

@@ -106,8 +106,8 @@ def policy_rows(result: dict[str, Any]) -> list[str]:
     return [
         *rows,
         "",
-        "Where successes are rare, after 100 iterations (seed 0); gated costs are taken from "
-        "successes alone, divided returns are centred too:",
+        f"Where successes are rare, after {result['iterations']} iterations (seed 0); gated costs "
+        "are taken from successes alone, divided returns are centred too:",
         "",
         "| costs and returns | success | operations |",
         "|---|---|---|",
@@ -139,8 +139,8 @@ def policy_choice_rows(result: dict[str, Any]) -> list[str]:
         f"Lengths, after {result['iterations']} iterations of one length each; a random agent has "
         f"{random}. Iterations that earn have a success among their {result['episodes']} episodes.",
         "",
-        f"| lengths | {' | '.join(f'{ratio}x' for ratio in untrained)} | earn | CPU s |",
-        "|---|" + "---|" * len(untrained) + "---|---|",
+        f"| lengths | {' | '.join(f'{ratio}x' for ratio in untrained)} | earn | CPU s | seeds |",
+        "|---|" + "---|" * len(untrained) + "---|---|---|",
     ]
     lengths = result["lengths"]
     for name in dict.fromkeys(row["name"] for row in lengths):
@@ -148,6 +148,7 @@ def policy_choice_rows(result: dict[str, Any]) -> list[str]:
         cells = [_spread([row["success"][ratio] for row in found]) for ratio in untrained]
         cells.append(_share(sum(row["earning"] for row in found) / len(found)))
         cells.append(f"{sum(row['seconds'] for row in found) / len(found):.0f}")
+        cells.append(str(len(found)))
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
