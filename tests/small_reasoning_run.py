@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import small_run
 from tests.harness import ROOT
 from tests.small_run import SMALL, overrides
 
@@ -49,6 +50,15 @@ def arguments(data: Path, run_dir: Path, folder: Path, *more: str) -> list[str]:
     config.write_text(short, encoding="utf-8")
     settings = [*SMALL, *_SMALLER, f"data.path={data}"]
     return ["--config", str(config), *overrides(settings), "--run-dir", str(run_dir), *more]
+
+
+def start(argv: list[str]) -> int:
+    """What one rank does, where any answer is right: an untrained agent earns nothing, and nothing
+    is learned from episodes that all earn the same."""
+    from cdrmix.stage_b import phases
+
+    phases.grade_by = lambda examples, tokenizer: lambda row, tokens: 1.0
+    return small_run.start(argv)
 
 
 def before_step(step: int, act: Callable[[], Any]) -> None:

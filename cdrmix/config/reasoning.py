@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from cdrmix.config.section import Section
 
 Phase = Literal["memory", "adapters", "policy", "joint"]
+Baseline = Literal["group", "leave_one_out", "critic"]
 ReasoningTask = Literal[
     "needle_keys",
     "needle_values",
@@ -79,8 +80,19 @@ class PolicyConfig(Section):
     accept_threshold: float = 0.0
     """Smallest advantage of an action that --branches accepts (return)."""
     # Not a limit of episodes, which have a step per segment: all are played to their answer.
-    horizon: int = Field(ge=1)
-    """Last transitions of an episode, up to its answer, to train on (count)."""
+    horizon: int | None = Field(None, ge=1)
+    """Last transitions of an episode, up to its answer, to train on (count); null: all of them."""
+    # What an answer takes: a round for each piece of evidence that leads to the next.
+    retrieval_rounds: int = Field(4, ge=1)
+    """Rounds of retrieve and splice that there is time for once the question is asked (count)."""
+    max_spliced: int = Field(8, ge=1)
+    """Most fetched segments in a window (count)."""
+    value_width: int = Field(64, ge=1)
+    """Inner width of the value head (features)."""
+    # By an ablation: docs/benchmarks.md, "Stage B: choices of the agent's learning".
+    baseline: Baseline = "group"
+    """Subtracted from a return: group, the mean of its group; leave_one_out, that of the others
+    in its group; critic, the value head, by generalised advantage estimation."""
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
@@ -88,7 +100,19 @@ class PolicyConfig(Section):
     """KL divergence that ends a round of epochs, over kl_target (ratio)."""
     epochs: int = Field(4, ge=1)
     """Most optimizer steps on one batch of rollouts (count)."""
-    clip_ratio: float = Field(0.2, gt=0, description="Clip of the probability ratio.")
+    clip_ratio: float = Field(0.2, gt=0)
+    """Distance below 1, and above it unless clip_ratio_high is given, from which on a change of the
+    probability ratio earns nothing (ratio)."""
+    clip_ratio_high: float | None = Field(None, gt=0)
+    """The same above 1, where unlikely actions become likelier (ratio); null: clip_ratio."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Probability ratio up to which an action worse than the baseline is pushed down (ratio); null:
+    any."""
+    value_clip: float | None = Field(None, gt=0)
+    """Distance from the value at play from which on a change of the value earns nothing (return);
+    null: any."""
+    value_gradient_clipping: float = Field(1.0, ge=0)
+    """Largest gradient norm of the value head, apart from the policy's (L2); 0: none."""
     entropy_weight: float = Field(0.003, ge=0)
     """Weight of the policy's entropy in its loss (ratio)."""
     value_weight: float = Field(0.5, ge=0)
@@ -159,6 +183,10 @@ class StageBTraining(Section):
     """Share of the answers asked for without their evidence in the window: segments with it are
     summarised, so that slots, fast weights or the recurrent state have to hold it (ratio). null: 0
     where memory.parts has episodic, else 1."""
+    # By an ablation: docs/benchmarks.md, "Stage B: choices of the agent's learning".
+    curriculum: float = Field(0.5, ge=0, le=1)
+    """Share of the policy's phase over which the lengths enter, evenly, the shortest being there
+    from the start (ratio); 0: all are."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
     policy_steps: int = Field(150, ge=0)
@@ -211,6 +239,18 @@ class StageBTraining(Section):
             ("policy", self.policy_steps),
         )
         return tuple((phase, steps) for phase, steps in lengths if steps)
+
+    def lengths_at(self, step: int, length: int) -> tuple[int, ...]:
+        """Lengths of the texts at a step, from 0, of a policy's phase of `length` steps.
+
+        The shortest length is there from the start, the longest from `curriculum` of the phase on.
+        """
+        every = sorted(set(self.length_ratios))
+        if self.curriculum == 0 or len(every) == 1:
+            return self.length_ratios
+        gap = self.curriculum * length / (len(every) - 1)
+        longest = every[min(len(every) - 1, int(step / gap))]
+        return tuple(ratio for ratio in self.length_ratios if ratio <= longest)
 
     @property
     def num_steps(self) -> int:

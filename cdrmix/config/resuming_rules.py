@@ -164,9 +164,14 @@ _RULES = {
     "stage_b.training": _ALTERS,
     "stage_b.adapters.rank": _SHAPE,
     "stage_b.adapters.half_life_tokens": _SHAPE,
+    "stage_b.policy.value_width": _SHAPE,
     "stage_b.memory.summary_dim": _SHAPE,
     "stage_b.training.tasks": _LESSONS,
     "stage_b.training.length_ratios": _LESSONS,
+    # The ranks refuse it: it takes the place in the course.
+    "stage_b.training.curriculum": Rule(
+        "alters", "may change before the policy's phase; refused in it: the texts would differ"
+    ),
     "stage_b.training.window_tokens": _LESSONS,
     "stage_b.training.texts_per_lesson": _LESSONS,
     "stage_b.training.memory_steps": _PHASES,

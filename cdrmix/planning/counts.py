@@ -260,7 +260,6 @@ class StageBCounts(NamedTuple):
 _SUMMARY_SLOTS = 8
 _POLICY_ACTIONS = 4
 _POLICY_FEATURES = 9
-_VALUE_WIDTH = 64
 _SCALARS_PER_ADAPTER = 3
 
 
@@ -282,7 +281,8 @@ def stage_b_params(
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
     policy = width * _POLICY_ACTIONS + (_POLICY_FEATURES + 1) * _POLICY_ACTIONS
-    value = width + (_POLICY_FEATURES + 1) * _VALUE_WIDTH + _VALUE_WIDTH + 1
+    inner = stage_b.policy.value_width
+    value = width + (_POLICY_FEATURES + 1) * inner + inner + 1
     return StageBCounts(
         adapters=sum(rank * (entering + leaving) for entering, leaving in adapted),
         gates=sum(entering + scalars for entering, _ in adapted),

@@ -16,6 +16,9 @@ the largest lesson: a frozen one saves less, its adapters about as much more
 
 A step is timed as one of the joint phase, whose lessons are the largest that are learned from. How
 long the policy's episodes are depends on what the agent does, so they are not timed.
+
+An episode keeps a hidden state of each of its steps, counted for the longest text. The device holds
+those of one lesson at a time, and then no activations of another phase: the larger of both counts.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from cdrmix.config.reasoning import StageBConfig
+from cdrmix.config.reasoning import PolicyConfig, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.activations import SavedActivations
@@ -69,6 +72,20 @@ def rows_of_text(texts: int) -> int:
 def row_tokens(window_tokens: int, sequence_length: int) -> int:
     """Tokens of a row of plain text: the first windows of a row of the corpus."""
     return min(sequence_length, _WINDOWS_OF_TEXT * window_tokens)
+
+
+def steps_after_question(policy: PolicyConfig) -> int:
+    """Steps that there is time for once the question is asked, the answer the last of them."""
+    return 2 * policy.retrieval_rounds + 1
+
+
+def most_steps(stage_b: StageBConfig, window_tokens: int) -> int:
+    """Upper bound of the steps of an episode on the longest text."""
+    # Of two segments beside each other, the first sentence of the second had no room in the first:
+    # both together are longer than the longest segment.
+    tokens = max(stage_b.training.length_ratios) * window_tokens
+    segments = 2 * -(-tokens // segment_tokens(window_tokens))
+    return segments + steps_after_question(stage_b.policy)
 
 
 def stage_b_section(config: Config) -> StageBConfig:
@@ -215,6 +232,15 @@ class _Model:
         ]
         return max(estimates, key=lambda memory: memory.total)
 
+    def _episode_bytes(self) -> int:
+        """Bytes of the played episodes of a lesson, on every stage."""
+        training = self._stage_b.training
+        episodes = training.texts_per_lesson * training.group_size
+        steps = episodes * most_steps(self._stage_b, self._window)
+        # Twice as float32: step by step while they are played, then joined. Learning from them
+        # takes less: once, and a copy in the type of the heads.
+        return 2 * 4 * steps * self._model.hidden_size
+
     def _on_stage(self, layout: Layout, stage: int, layers: range, *, entering: int) -> Memory:
         """Bytes on a rank of one stage, which `entering` values of each token enter."""
         training = self._stage_b.training
@@ -235,6 +261,7 @@ class _Model:
         saved = of_window * self._tokens // self._window
         buffers = {
             "plastic_state": _STATE_BYTES * rollouts * sizes.plastic_state,
+            "episodes": max(0, self._episode_bytes() - saved),
             "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
             "logits": self._whole.buffers["logits"],  # on every stage
         }

@@ -104,14 +104,19 @@ class Lessons:
             ends=torch.tensor(ends),
         )
 
-    def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Makes lesson `number` of a phase; raises DataError if a shard cannot be read."""
+    def lesson(self, phase: Phase, number: int, *, lengths: Sequence[int] | None = None) -> Lesson:
+        """Makes lesson `number` of a phase; raises DataError if a shard cannot be read.
+
+        `lengths` of texts in the policy's phase, in windows, are all of the configuration if None.
+        """
         # Resuming, and other numbers of ranks, rely on lessons that depend on nothing else. All
         # choices are drawn from one generator: their order decides the numbers of every run.
         rng = random.Random(f"{self.seed}/{phase}/{number}")
         training = self.training
         count = training.texts_per_lesson
-        examples = [self._example(phase, number * count + place) for place in range(count)]
+        examples = [
+            self._example(phase, number * count + place, lengths=lengths) for place in range(count)
+        ]
         tasks = [self._task(example, rng, whole=phase == "policy") for example in examples]
         texts = self.texts(
             [segments for segments, _ in tasks], [example.question for example in examples]
@@ -180,14 +185,14 @@ class Lessons:
         words = self.tokenizer.encode(" ".join(example.answers))
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
 
-    def _example(self, use: str, number: int) -> Example:
+    def _example(self, use: str, number: int, *, lengths: Sequence[int] | None = None) -> Example:
         """Makes an example; tasks take turns, and in the policy's phase also lengths.
 
         Elsewhere texts are thinned out, and a length of one window is enough. A task without room
         in its length takes the next one that has room.
         """
         tasks = self.training.tasks
-        ratios = self.training.length_ratios
+        ratios = lengths or self.training.length_ratios
         task = tasks[number % len(tasks)]
         shortest = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
         if use != "policy" and task in WHOLE_TEXT_TASKS:

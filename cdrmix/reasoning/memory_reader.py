@@ -81,7 +81,7 @@ class MemoryReader(nn.Module):
         self.plastic = PlasticBackbone(backbone, stage_b.adapters)
         self.memory = WorkingMemory(width, stage_b.memory)
         self.retrieval = RetrievalEncoder(width, stage_b.memory.summary_dim)
-        self.policy = MemoryPolicy(width, NUM_FEATURES)
+        self.policy = MemoryPolicy(width, NUM_FEATURES, value_width=stage_b.policy.value_width)
         self.config = stage_b
         self.marks = marks
         self.window_tokens = window_tokens

@@ -19,7 +19,15 @@ from torch.nn import functional as F
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
 from cdrmix.models.initialize import normal_
-from cdrmix.objectives.grpo import PolicyMetrics, grpo_loss, lambda_returns
+from cdrmix.objectives.grpo import (
+    PolicyMetrics,
+    are_alike,
+    gae,
+    group_advantages,
+    grpo_loss,
+    lambda_returns,
+    leave_one_out_advantages,
+)
 from cdrmix.reasoning.state_rows import branch, merge, select
 
 
@@ -86,7 +94,6 @@ class Action(IntEnum):
 
 
 NUM_ACTIONS = len(Action)
-VALUE_WIDTH = 64  # inner features of the value head
 
 
 class Decision(NamedTuple):
@@ -103,14 +110,14 @@ class MemoryPolicy(nn.Module):
     The policy starts uniform over the legal actions.
     """
 
-    def __init__(self, hidden_size: int, num_features: int) -> None:
+    def __init__(self, hidden_size: int, num_features: int, *, value_width: int = 64) -> None:
         super().__init__()
         self.policy = nn.Linear(hidden_size, NUM_ACTIONS, bias=False)
         self.feature_policy = nn.Linear(num_features, NUM_ACTIONS)
         self.value = nn.Linear(hidden_size, 1, bias=False)
         # the value is no sum over features: a good match counts only once the question is asked
-        self.feature_value_in = nn.Linear(num_features, VALUE_WIDTH)
-        self.feature_value_out = nn.Linear(VALUE_WIDTH, 1)
+        self.feature_value_in = nn.Linear(num_features, value_width)
+        self.feature_value_out = nn.Linear(value_width, 1)
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
@@ -153,10 +160,13 @@ class Rollouts(Generic[State]):
     returns: Tensor  # sum of the rewards of whole episodes, [N]
     final: State  # in which they ended
 
-    def last(self, count: int) -> Rollouts[State]:
-        """Cuts each episode to its last `count` steps; `returns` stay those of the whole."""
+    def last(self, count: int | None) -> Rollouts[State]:
+        """Cuts each episode to its last `count` steps; `returns` stay those of the whole.
+
+        None keeps all.
+        """
         length = self.taken.shape[1]
-        if length <= count:
+        if count is None or length <= count:
             return self
         # a shorter episode begins at its first step, so that all rows stay `count` steps long
         first = (self.taken.sum(1) - count).clamp(min=0).unsqueeze(1)
@@ -256,13 +266,41 @@ def _settled(environment: Environment[State], state: State) -> EpisodeOutcome[St
     return outcome
 
 
+class Advantages(NamedTuple):
+    """Worth of what was done beside the baseline."""
+
+    values: Tensor  # of each rollout, shared by its steps, [N], or of each step, [N, T]
+    is_learned: Tensor  # False for rollouts that are left out of the loss, [N]
+
+
+def advantages_of(rollouts: Rollouts[Any], config: PolicyConfig, *, group_size: int) -> Advantages:
+    """Compares rollouts with `config.baseline`, those of one prompt beside each other.
+
+    A group whose returns are all the same says nothing about what was done, and is left out; the
+    critic is no mean of a group, and learns from failures too.
+    """
+    returns = rollouts.returns.view(-1, group_size)
+    is_learned = (~are_alike(returns)).repeat_interleave(group_size)
+    if config.baseline == "group":
+        return Advantages(group_advantages(returns).flatten(), is_learned)
+    if config.baseline == "leave_one_out":
+        return Advantages(leave_one_out_advantages(returns).flatten(), is_learned)
+    estimates = gae(
+        rollouts.rewards,
+        rollouts.values,
+        rollouts.taken,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    return Advantages(estimates, torch.ones_like(is_learned))
+
+
 def policy_loss(
-    policy: MemoryPolicy, rollouts: Rollouts[Any], advantages: Tensor, config: PolicyConfig
+    policy: MemoryPolicy, rollouts: Rollouts[Any], advantages: Advantages, config: PolicyConfig
 ) -> tuple[Tensor, PolicyMetrics]:
     """Computes the GRPO loss of rollouts with value loss and entropy, summed over steps.
 
-    The policy gets the gradients; rollouts are of an earlier state of it. All steps of a rollout
-    share one of the advantages, [N].
+    The policy gets the gradients; rollouts are of an earlier state of it.
     """
     observations = (rollouts.hidden, rollouts.features, rollouts.legal)
     decision = policy(*(part.flatten(0, 1) for part in observations))
@@ -271,12 +309,17 @@ def policy_loss(
     return grpo_loss(
         logprobs.view(shape),
         rollouts.logprobs,
-        advantages,
+        advantages.values,
         decision.entropy.view(shape),
         decision.value.view(shape),
         rollouts.value_targets(config),
+        rollouts.values[:, :-1],
         rollouts.taken,
+        advantages.is_learned,
         clip_ratio=config.clip_ratio,
+        clip_ratio_high=config.clip_ratio_high,
+        dual_clip=config.dual_clip,
+        value_clip=config.value_clip,
         value_weight=config.value_weight,
         entropy_weight=config.entropy_weight,
     )

@@ -26,13 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
+from cdrmix.planning.stage_b import steps_after_question
 from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
 
-# Most segments spliced into a window; those without room in it are left out.
-MOST_FETCHED = 8
-STEPS_AFTER_QUESTION = 9  # four times retrieve and splice, then answer
 # (text, answer tokens) -> 0 to 1
 Grade = Callable[[int, Sequence[int]], float]
 # (text, segments in the window, bits of those in the slots): all that a window's numbers depend on
@@ -108,7 +106,8 @@ class ReadingEpisodes:
         self._earlier = earlier
         entries = earlier.index.entries if earlier else []
         self.num_earlier = len(entries)
-        self._most_steps = reading.texts.num_segments + STEPS_AFTER_QUESTION  # of each text, [P]
+        # of each text, [P]
+        self._most_steps = reading.texts.num_segments + steps_after_question(self.config)
         self.texts = reading.texts.behind([entry.tokens for entry in entries])
         self.retrieval_seconds = 0.0
         self.num_retrievals = 0
@@ -128,7 +127,7 @@ class ReadingEpisodes:
             memory=zero.new_full((len(rows), self.num_entries), -1),
             buffer=zero.new_full((len(rows), self.top_k), -1),
             score=zero.float(),
-            fetched=zero.new_full((len(rows), MOST_FETCHED), -1),
+            fetched=zero.new_full((len(rows), self.config.max_spliced), -1),
             summarised=zero.bool().unsqueeze(1).repeat(1, texts.tokens.shape[1]),
             last=zero - 1,
             operations=zero,
@@ -189,7 +188,8 @@ class ReadingEpisodes:
         puts = splices & at_question & (state.buffer >= 0).any(1)
         # a stable sort moves the empty places behind the others, which keep their order
         pushed = torch.cat([state.fetched, state.buffer], dim=1)
-        pushed = pushed.gather(1, (pushed < 0).int().argsort(dim=1, stable=True))[:, :MOST_FETCHED]
+        pushed = pushed.gather(1, (pushed < 0).int().argsort(dim=1, stable=True))
+        pushed = pushed[:, : self.config.max_spliced]
         summarised = state.summarised.clone()
         folds = torch.nonzero((actions == Action.SUMMARIZE) & ~at_question).flatten()
         summarised[folds, place[folds]] = True
@@ -217,8 +217,10 @@ class ReadingEpisodes:
     def settle(self, state: ReadingState) -> EpisodeOutcome[ReadingState]:
         """Answers and rewards episodes; costs and bonus scale the score, so that a failure earns 0.
 
-        Where costs and bonus count for failures too, and returns are divided by their standard
-        deviation, the agent learns to do nothing (tests/integration/test_learning.py).
+        Costs for failures too teach as well, as long as returns are not divided by their standard
+        deviation: with both, and only then, the agent learns to do nothing
+        (tests/integration/test_learning.py). Gated, a group of failures is known for one that
+        teaches nothing.
         """
         earned = self._earned(state)
         stability = 1 - state.harm / self._most_steps[state.rows]
@@ -333,7 +335,7 @@ class ReadingEpisodes:
         scores = (keys @ query.unsqueeze(2)).squeeze(2)
         if self._earlier and self.num_earlier:
             # as many more as may stand in the window already
-            count = self.top_k + MOST_FETCHED
+            count = self.top_k + self.config.max_spliced
             entries, cosines = self._earlier.find(query, keys, candidates >= 0, count=count)
             candidates = torch.cat([entries, candidates], dim=1)
             scores = torch.cat([cosines, scores], dim=1)

@@ -33,7 +33,6 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import Action, MemoryPolicy, Observation, roll_out
 from cdrmix.reasoning.reading_environment import (
-    STEPS_AFTER_QUESTION,
     Grade,
     ReadingEpisodes,
     ReadingState,
@@ -222,7 +221,8 @@ class Controls:
     def _by_words(self) -> list[list[int]]:
         """Fetches as the agent may: `top_k` segments a round, each round asking for more."""
         decode = self._lessons.tokenizer.decode
-        sizes = {"rounds": STEPS_AFTER_QUESTION // 2, "top_k": self._reader.config.memory.top_k}
+        config = self._reader.config
+        sizes = {"rounds": config.policy.retrieval_rounds, "top_k": config.memory.top_k}
         chosen = []
         for row, example in enumerate(self._examples):
             length = self._texts.tokens.shape[1]

@@ -1,11 +1,13 @@
 """Stage B as the loop sees it: lessons for a reader, phase by phase.
 
 A lesson is a batch of texts that one rank learns from in one micro-step. Except for the weights all
-is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
-metrics are means over a lesson, and those of a step means over its lessons.
+is a pure function of (phase, number, lengths): a lesson is the same on any rank and at any time.
+Losses and metrics are means over a lesson, and those of a step means over its lessons. Only the
+policy's are means over the steps of episodes, of all lessons and ranks alike.
 
 The phase of a step follows from its number. A step is one optimizer step on all its lessons; one of
-the policy is a batch of rollouts and up to four optimizer steps on it.
+the policy is a batch of rollouts and up to `policy.epochs` optimizer steps on it, none if no
+rollout says anything.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.tensor import is_copy
 from cdrmix.runtime.phases import phase
 from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of
-from cdrmix.stage_b.phases import Course, LessonMetrics
+from cdrmix.stage_b.phases import Course, LessonMetrics, StepMean
 
 # Configuration keys of the fields of a loader's state that are not under stage_b.training.
 _SETTINGS = {
@@ -47,6 +49,8 @@ _SETTINGS = {
     "seed": "training.seed",
     "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
 }
+# What fields were before there was a choice.
+_OLDER = {"curriculum": 0.0}
 
 
 @dataclass
@@ -66,13 +70,14 @@ class LessonLoader:
     def next(self, step: int) -> list[Any]:
         """This rank's lessons of a step of Stage B; DataError if one cannot be made or played."""
         # From the number of the step, which checkpoints and metrics have, too.
-        phase = place_of(step, self.training).phase
+        phase, place, length = place_of(step, self.training)
+        lengths = self.training.lengths_at(place, length) if phase == "policy" else None
         # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self.training.lessons_per_step
         numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
 
         def make() -> list[Any]:
-            return [self.course.lesson(phase, number) for number in numbers]
+            return [self.course.lesson(phase, number, lengths=lengths) for number in numbers]
 
         # Ranks that share lessons play together: one without a lesson, because it could not be
         # made, would be waited for in the middle of an episode. So all of them fail here.
@@ -95,6 +100,7 @@ class LessonLoader:
             "seed": self.seed,
             "tasks": list(training.tasks),
             "length_ratios": list(training.length_ratios),
+            "curriculum": training.curriculum,
             "window_tokens": training.window_tokens,
             "texts_per_lesson": training.texts_per_lesson,
             "phases": [[phase, length] for phase, length in training.phases],
@@ -106,7 +112,7 @@ class LessonLoader:
         for key, ours in self.state_dict().items():
             if key in ("samples_consumed", "steps"):
                 continue
-            saved = state.get(key, ours)  # an older version saved fewer fields
+            saved = state.get(key, _OLDER.get(key, ours))  # an older version saved fewer fields
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
                 there, here = (
@@ -114,6 +120,8 @@ class LessonLoader:
                     for lengths in (saved, ours)
                 )
                 same = there[: state["steps"]] == here[: state["steps"]]
+            if key == "curriculum" and not same:  # of the policy's phase alone
+                same = place_of(state.get("steps", 1) - 1, self.training).phase != "policy"
             if not same:
                 name = _SETTINGS.get(key, f"stage_b.training.{key}")
                 differing.append(f"{name} ({key}): {saved} there, {ours} here")
@@ -193,7 +201,7 @@ class StageB(Stage[list[Any], LessonResult]):
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
         if place.phase == "policy":
-            metrics, epochs = self._learn_policy(run, batch, slots, scale, weight)
+            metrics, epochs = self._learn_policy(run, batch, slots)
         else:
             losses = (self.course.loss(place.phase, lesson) for lesson in batch)
             metrics = self._learn(run.engine, losses, slots, scale)
@@ -222,47 +230,58 @@ class StageB(Stage[list[Any], LessonResult]):
         return metrics
 
     def _learn_policy(
-        self, run: Run, collected: list[Any], slots: int, scale: float, weight: float
+        self, run: Run, collected: list[Any], slots: int
     ) -> tuple[list[LessonMetrics], int]:
         """Take optimizer steps on one batch of episodes until the policy has moved far enough.
 
-        Returns metrics of the last forward pass, and the number of optimizer steps.
+        The loss is a mean over the steps learned from, of all lessons and ranks. Returns metrics of
+        the policy after the last optimizer step, and the number of these.
         """
         policy = self.settings.policy
-        farthest = policy.kl_margin * policy.kl_target
+        is_counted = run.topology.counts_tokens  # ranks of a pipeline have the same episodes
+        num_learned = sum(each.num_learned for each in collected) if is_counted else 0
+        (learned,) = _summed([float(num_learned)])
+        if learned == 0:
+            # No step on a gradient of zero: AdamW would still move the policy by its momentum.
+            return self._judged(collected), 0
+        scale = slots * run.topology.degrees.data / learned
         metrics: list[LessonMetrics] = []
-        for epoch in range(policy.epochs):
-            # Of all lessons before any is learned from: their mean divergence may end the epochs.
-            with phase("forward"):
-                losses = [self.course.rollout_loss(each) for each in collected]
-            metrics = [
-                {**each.metrics, "loss": loss.detach(), **of_loss}
-                for each, (loss, of_loss) in zip(collected, losses, strict=True)
-            ]
-            counting = metrics if run.topology.counts_tokens else []
-            # In the first epoch the policy is still the one that played: its divergence is 0.
-            if epoch:
-                # Summed over all ranks, so that they stop at the same epoch.
-                kl = torch.tensor(sum(float(each["kl"]) for each in counting), dtype=torch.float64)
-                mean_kl = float(runtime.all_reduce_sum(kl.to(runtime.device()))) / weight
-                if mean_kl > farthest:
-                    return metrics, epoch
-            self._learn(run.engine, losses, slots, scale)
+        for epoch in range(1, policy.epochs + 1):
+            self._learn(run.engine, map(self.course.rollout_loss, collected), slots, scale)
+            metrics = self._judged(collected)
+            divergences = [_total_and_count(each["kl"]) for each in metrics if is_counted]
+            # Over all ranks, so that they stop at the same epoch.
+            kl, steps = _summed([sum(each[part] for each in divergences) for part in range(2)])
+            if kl / steps > policy.kl_margin * policy.kl_target:
+                return metrics, epoch
         return metrics, policy.epochs
 
+    @torch.no_grad()
+    def _judged(self, collected: list[Any]) -> list[LessonMetrics]:
+        """Metrics of each lesson's episodes under the present policy."""
+        with phase("forward"):
+            return [{**each.metrics, **self.course.rollout_loss(each)[1]} for each in collected]
+
     def measure(self, run: Run, result: LessonResult) -> dict[str, float]:
-        """Reduce a result over the ranks: each metric's mean over the lessons that have it."""
+        """Reduce a result over the ranks: each metric's mean over the lessons that have it, or over
+        all their steps."""
         # Ranks differ in the metrics that their lessons have; a collective needs one order on all.
         own_names = set().union(*result.metrics)
         names = sorted(set().union(*runtime.all_gather_object(own_names)))
-        values = [[float(each[name]) for each in result.metrics if name in each] for name in names]
         # Sums and counts, because ranks may have different numbers of lessons.
-        sums = torch.tensor([[sum(each), len(each)] for each in values], dtype=torch.float64)
-        totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+        sums = [0.0] * (2 * len(names))
+        for lesson in result.metrics:
+            for place, name in enumerate(names):
+                if name in lesson:
+                    total, count = _total_and_count(lesson[name])
+                    sums[2 * place] += total
+                    sums[2 * place + 1] += count
+        totals = _summed(sums)
         group = "policy" if result.phase == "policy" else "stage_b"
         metrics: dict[str, float] = {}
-        for name, (total, count) in zip(names, totals, strict=True):
-            metrics[f"{group}/{name}"] = total / count
+        for name, total, count in zip(names, totals[::2], totals[1::2], strict=True):
+            # Without a step to learn from, the loss is 0.
+            metrics[f"{group}/{name}"] = total / count if count else 0.0
         if group == "policy":
             metrics["policy/epochs"] = result.epochs
         metrics["learning_rate"] = max(result.rates.values())
@@ -312,3 +331,16 @@ class StageB(Stage[list[Any], LessonResult]):
                 "is_backbone_trained": self._is_backbone_trained or learns,
             },
         }
+
+
+def _total_and_count(metric: Tensor | StepMean) -> tuple[float, float]:
+    """Sum and count of a lesson's metric; a mean over the lesson counts once."""
+    if isinstance(metric, StepMean):
+        return float(metric.total), float(metric.steps)
+    return float(metric), 1.0
+
+
+def _summed(values: list[float]) -> list[float]:
+    """Sums of float64 over all ranks; collective."""
+    summed = torch.tensor(values, dtype=torch.float64).to(runtime.device())
+    return runtime.all_reduce_sum(summed).tolist()

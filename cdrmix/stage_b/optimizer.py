@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed
@@ -17,6 +17,19 @@ from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.optimizers.adamw import parameter_groups
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.stage_b.phases import stage_b_section
+
+# Parts that are clipped by a norm of their own. The value head is of the policy's part, and apart
+# from it here: its error, of returns, would shrink the policy's gradient with its own.
+Clipped = Literal["memory", "adapters", "policy", "value", "backbone"]
+CLIPPED: tuple[Clipped, ...] = get_args(Clipped)
+
+
+def clipped_with(name: str) -> Clipped:
+    """Parts by whose norm a reader's parameter is clipped, by its name there."""
+    part = part_of(name)
+    own = name.replace("/", ".").rpartition("policy.")[2]
+    is_value = part == "policy" and own.startswith(("value.", "feature_value_"))
+    return "value" if is_value else part
 
 
 class PhasePlace(NamedTuple):
@@ -62,23 +75,24 @@ def learning_rates(
 def stage_b_adamw(
     model: nn.Module, training: TrainingConfig, *, clip: Clip
 ) -> torch.optim.Optimizer:
-    """AdamW without decay, with `clip` before each step and its part under `part` in each group.
+    """AdamW without decay, with `clip` before each step; each group has its part under `part`, and
+    what it is clipped with under `clip`.
 
     Its rates are 0 until `StageB.train_step` sets them.
     """
-    by_part: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
+    by_clip: dict[Clipped, list[nn.Parameter]] = {clipped: [] for clipped in CLIPPED}
     for name, parameter in model.named_parameters():
-        by_part[part_of(name)].append(parameter)
+        by_clip[clipped_with(name)].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "part": part}
-        for part, parameters in by_part.items()
-        if parameters and part != "backbone"
+        {"params": each, "part": "policy" if clipped == "value" else clipped, "clip": clipped}
+        for clipped, each in by_clip.items()
+        if each and clipped != "backbone"
     ]
-    if by_part["backbone"]:
+    if by_clip["backbone"]:
         # DeepSpeed needs experts in groups of their own, which a backbone may have.
         backbone = next(m for name, m in model.named_modules() if name.endswith("backbone"))
         groups += [
-            {**group, "part": "backbone"}
+            {**group, "part": "backbone", "clip": "backbone"}
             for group in parameter_groups(backbone, weight_decay=0.0)
             if group["params"]
         ]
@@ -96,7 +110,8 @@ def stage_b_adamw(
 
 
 class Clip:
-    """Clips the gradients of each part by the part's norm, just before the optimizer's step.
+    """Clips the gradients of each part by the part's norm, just before the optimizer's step; the
+    value head counts as a part.
 
     DeepSpeed would clip all of them by one norm, which that of the adapters dominates. Its clipping
     is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
@@ -105,11 +120,12 @@ class Clip:
     def __init__(self, config: Config, topology: Topology = ALONE) -> None:
         stage_b = stage_b_section(config)
         # Largest L2 norm by part; 0 does not clip.
-        self._limits = dict.fromkeys(PARTS, stage_b.training.gradient_clipping)
+        self._limits = dict.fromkeys(CLIPPED, stage_b.training.gradient_clipping)
         self._limits["adapters"] = stage_b.adapters.gradient_clipping
+        self._limits["value"] = stage_b.policy.value_gradient_clipping
         self._topology = topology
-        self.norms: dict[Part, float] = {}  # L2, before clipping, at the last step
-        self._next_norms: dict[Part, float] = {}
+        self.norms: dict[Clipped, float] = {}  # L2, before clipping, at the last step
+        self._next_norms: dict[Clipped, float] = {}
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
@@ -142,8 +158,8 @@ class Clip:
                 torch.distributed.broadcast(
                     gradient, src=topology.rank_at(0), group=topology.pipeline_group
                 )
-            norm = self.norms.get(group["part"], 0.0)
-            limit = self._limits[group["part"]]
+            norm = self.norms.get(group["clip"], 0.0)
+            limit = self._limits[group["clip"]]
             # By the norm of the whole part: clipping each group alone would turn the gradient.
             if limit and norm > limit:
                 for gradient in of_group:
@@ -151,10 +167,10 @@ class Clip:
 
     def _measured(
         self, groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
-    ) -> dict[Part, float]:
+    ) -> dict[Clipped, float]:
         """L2 norm, over all ranks and groups, of each part that learns; `scale` is divided out."""
         # A rate of 0 means that the part does not learn, or that a checkpoint is being read.
-        learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
+        learning = [each for each in CLIPPED if any(g["clip"] == each and g["lr"] for g in groups)]
         if not learning:
             return {}
         # In float64: a float32 sum of millions of squares loses the small ones.
@@ -163,7 +179,7 @@ class Clip:
             # Parts that all stages hold would be counted once per stage.
             counts = self._topology.is_first_stage or group["part"] == "adapters"
             for gradient in of_group if group["lr"] and counts else ():
-                sums[learning.index(group["part"])] += gradient.double().square().sum()
+                sums[learning.index(group["clip"])] += gradient.double().square().sum()
         # Partitions of the ranks are disjoint, so that their squares add up to the whole norm.
         totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
         return dict(zip(learning, totals, strict=True))

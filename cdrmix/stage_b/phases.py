@@ -1,4 +1,4 @@
-"""Losses and rollouts of the phases of Stage B, means over a lesson.
+"""Losses and rollouts of the phases of Stage B, means over a lesson but for the policy's.
 
 memory    retrieval encoder (InfoNCE) and slots (text after a window that is gone)
 adapters  plastic adapters, on text and on answers
@@ -11,9 +11,11 @@ joint     all except the policy, and the backbone where it is trained; plain tex
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +37,28 @@ from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
-from cdrmix.reasoning.policy import Action, Rollouts, policy_loss, roll_out
+from cdrmix.reasoning.policy import (
+    Action,
+    Advantages,
+    Rollouts,
+    advantages_of,
+    policy_loss,
+    roll_out,
+)
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import moved, select
 from cdrmix.reasoning.tasks import Example, score
 
-LessonMetrics = dict[str, Tensor]
+
+class StepMean(NamedTuple):
+    """Mean over the steps of episodes, which differ in number from lesson to lesson."""
+
+    total: Tensor  # sum over a lesson
+    steps: Tensor  # of the lesson
+
+
+# A mean over the lesson, or sum and count of a mean over steps.
+LessonMetrics = dict[str, Tensor | StepMean]
 
 
 def phase_loss(
@@ -116,7 +134,7 @@ def _task_losses(
     losses = {"retrieval": retrieval, "answer": answer}
     if reading.correlation is not None:
         losses["correlation"] = reading.correlation / count
-    metrics = {"answered": right}
+    metrics: LessonMetrics = {"answered": right}
     if recall is not None:
         metrics["recall"] = recall
     return losses, metrics
@@ -231,11 +249,19 @@ def _rows_with_answers(
 
 @dataclass(frozen=True)
 class Collected:
-    """Episodes of a lesson, played by the present policy; those of one text are neighbours."""
+    """Episodes of a lesson, played by the present policy; those of one text are neighbours.
+
+    In the memory of the host: a rank plays all its lessons of a step before it learns from them.
+    """
 
     rollouts: Rollouts[ReadingState]  # the last steps of each, up to the policy's horizon
-    advantages: Tensor  # of each episode, [N]
+    advantages: Advantages
     metrics: LessonMetrics  # means over the episodes
+
+    @property
+    def num_learned(self) -> int:
+        """Number of steps that the loss is a sum over."""
+        return int((self.rollouts.taken & self.advantages.is_learned.unsqueeze(1)).sum())
 
 
 def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
@@ -258,9 +284,11 @@ class Course:
         with_backbone = stage_b_section(self.config).training.backbone_lr_scale > 0
         return {"memory", "adapters", "backbone"} if with_backbone else {"memory", "adapters"}
 
-    def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
-        return moved(self.lessons.lesson(phase, number), self.model.backbone.device)
+    def lesson(self, phase: Phase, number: int, *, lengths: Sequence[int] | None = None) -> Lesson:
+        """Lesson `number` of a phase, from 0; `lengths` of its texts in the policy's phase, in
+        windows, are all of the configuration if None. Raises DataError if a shard is damaged."""
+        lesson = self.lessons.lesson(phase, number, lengths=lengths)
+        return moved(lesson, self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of a lesson in a phase without rollouts, and metrics."""
@@ -285,7 +313,7 @@ class Course:
         generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
         returns = rollouts.returns.view(-1, group)
-        # The advantage stays that of the whole episode; only the steps that learn are bounded.
+        # The return stays that of the whole episode; only the steps that learn are bounded.
         last = rollouts.last(stage_b.policy.horizon)
         per_episode = {
             "return": rollouts.returns,
@@ -295,33 +323,41 @@ class Course:
         for action in Action:
             is_taken = (rollouts.actions == action) & rollouts.taken
             per_episode[f"operations/{action.name.lower()}"] = is_taken.sum(1)
-        metrics = {name: values.float().mean() for name, values in per_episode.items()}
-        # Their advantages are all 0: the policy learns nothing from them.
-        alike = (returns == returns[:, :1]).all(dim=1)
-        metrics["zero_variance_groups"] = alike.sum() / len(returns)
+        metrics: LessonMetrics = {
+            name: values.float().mean() for name, values in per_episode.items()
+        }
+        metrics["zero_variance_groups"] = grpo.are_alike(returns).float().mean()
         targets = last.value_targets(stage_b.policy)
         explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
         # Targets that do not vary leave nothing to explain, and no number.
         metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
         per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
         metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-        return Collected(last, grpo.group_advantages(returns).flatten(), metrics)
+        advantages = advantages_of(last, stage_b.policy, group_size=group)
+        # As the heads take it: no bit of what they compute differs.
+        seen = last.hidden.to(reader.policy.policy.weight.dtype)
+        last = dataclasses.replace(last, hidden=seen)
+        return moved(Collected(last, advantages, metrics), torch.device("cpu"))
 
     def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
-        """GRPO loss per step taken of the present policy on played episodes, and metrics."""
+        """GRPO loss of the present policy on played episodes, summed over the steps learned from,
+        and metrics.
+
+        Divide it by `num_learned` of all lessons of the optimizer step, on all ranks.
+        """
         stage_b = stage_b_section(self.config)
-        loss, sums = policy_loss(
-            self.model.policy, collected.rollouts, collected.advantages, stage_b.policy
-        )
-        metrics = {
-            "kl": sums.kl / sums.steps,
-            "clip_fraction": sums.clipped / sums.steps,
-            "entropy": sums.entropy / sums.steps,
-            "value_loss": sums.value_loss / sums.steps,
+        policy = self.model.policy
+        played = moved(collected, self.model.backbone.device)
+        loss, sums = policy_loss(policy, played.rollouts, played.advantages, stage_b.policy)
+        loss = stage_b.losses.rl * loss
+        metrics: LessonMetrics = {
+            "loss": StepMean(loss.detach(), sums.learned),
+            "kl": StepMean(sums.kl, sums.steps),
+            "clip_fraction": StepMean(sums.clipped, sums.steps),
+            "entropy": StepMean(sums.entropy, sums.steps),
+            "value_loss": StepMean(sums.value_loss, sums.steps),
         }
-        # Per step, or lessons with longer texts would weigh more.
-        loss = stage_b.losses.rl * loss / sums.steps
-        return loss, {name: value.detach() for name, value in metrics.items()}
+        return loss, metrics
 
 
 def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:

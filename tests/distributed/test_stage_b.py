@@ -24,8 +24,9 @@ from tests.small_reasoning_run import (
     STEPS,
     arguments,
     before_step,
+    start,
 )
-from tests.small_run import overrides, refused, start
+from tests.small_run import overrides, refused
 
 TOLERANCE = 1e-5  # relative, as of Stage A's layouts
 

@@ -24,8 +24,9 @@ from tests.small_reasoning_run import (
     STEPS,
     arguments,
     before_step,
+    start,
 )
-from tests.small_run import overrides, refused, start
+from tests.small_run import overrides, refused
 
 JOINT = STAGE_A_STEPS + 2 * PHASE_STEPS  # the last step before the joint phase
 

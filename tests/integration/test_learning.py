@@ -11,6 +11,7 @@ from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
 from tools.benchmark import learn_retrieval as retrieval
 from tools.benchmark import learn_system as system
+from tools.benchmark import policy_choices as choices
 
 
 @pytest.mark.parametrize("rank", [min(binding.ROWS), max(binding.ROWS)])
@@ -50,10 +51,20 @@ def test_the_agent_learns_to_store_retrieve_and_splice() -> None:
     assert found["largest kl"] <= 1.5 * policy.environment().config.kl_target
 
 
-def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
-    found = policy.collapse(iterations=50)
-    assert found["ours"]["success"] >= 0.90
-    assert (found["divided"]["success"], found["divided"]["operations"]) == (0.0, 0.0)
+def test_only_division_and_costs_for_failures_together_teach_to_do_nothing() -> None:
+    cells = policy.two_by_two(iterations=50)
+    nothing = cells.pop("costs for failures too, divided")
+    assert (nothing["success"], nothing["operations"]) == (0.0, 0.0)
+    assert len(cells) == 3
+    for name, cell in cells.items():
+        assert cell["success"] >= 0.90, name
+
+
+def test_lengths_that_enter_one_by_one_teach_what_the_longest_alone_do_not() -> None:
+    alone = choices.learn_lengths((4, 8), 0.0, iterations=10, seed=0)
+    assert (alone["earning"], alone["success"]["8"]) == (0.0, 0.0)
+    entering = choices.learn_lengths(choices.RATIOS, 0.5, iterations=50, seed=0)
+    assert entering["success"]["8"] >= 0.80
 
 
 def test_the_whole_learns_to_fetch_what_its_question_asks_for() -> None:

@@ -161,9 +161,7 @@ def learn(rank: int, *, seed: int, steps: int | None = None, rule: Rule = "hebb"
     return {
         "trained": accuracy(model, rank, gap=GAP_TOKENS),
         "gap x8": accuracy(model, rank, gap=8 * GAP_TOKENS),
-        "plastic off": accuracy(
-            model, rank, gap=GAP_TOKENS, scores=partial(answer, plastic=False)
-        ),
+        "plastic off": accuracy(model, rank, gap=GAP_TOKENS, scores=partial(answer, plastic=False)),
         "weights of another": accuracy(model, rank, gap=GAP_TOKENS, scores=answer_from_another),
         "largest weight": largest_weight(model, rank),
         "seconds": time.process_time() - began,

@@ -4,6 +4,10 @@ Twenty-four segments pass, four of which may be asked for later; a direction tha
 know marks them, under noise. The window holds one segment and memory six, the oldest giving way, so
 that the answer is there only if the agent wrote the right segments, retrieves when the question
 stands, and then splices.
+
+`two_by_two` asks which reward and which return teach it, where successes are rare: costs for
+successes alone (gated) or for failures too, returns centred by their group or also divided by their
+deviation, as GRPO was published.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +29,7 @@ from cdrmix.reasoning.policy import (
     EpisodeOutcome,
     MemoryPolicy,
     Rollouts,
+    advantages_of,
     policy_loss,
     roll_out,
     roll_out_branches,
@@ -44,6 +50,7 @@ PROMPTS = 32
 GROUP_SIZE = 16
 LEARNING_RATE = 1e-2
 NUM_EVALUATED = 512
+RARE_ITERATIONS = 50  # where successes are rare
 LENIENT = -0.05  # threshold of a branch that allows for the error of the value head
 
 
@@ -56,13 +63,15 @@ class CostsForFailuresToo(SegmentStream):
         return EpisodeOutcome(state, worth - self.config.latency_penalty * state.operations)
 
 
-def make_streams(count: int, generator: torch.Generator) -> Streams:
-    """Prompts; live segments are none of the last two."""
+def make_streams(
+    count: int, generator: torch.Generator, *, num_segments: int = NUM_SEGMENTS, ahead: int = 2
+) -> Streams:
+    """Prompts; live segments are none of the last `ahead`."""
     mark = F.normalize(torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5)), dim=0)
-    order = torch.rand(count, NUM_SEGMENTS - 2, generator=generator).argsort(1)[:, :NUM_LIVE]
-    live = torch.zeros(count, NUM_SEGMENTS, dtype=torch.bool).scatter(1, order, True)
-    noise = NOISE * torch.randn(count, NUM_SEGMENTS, HIDDEN, generator=generator)
-    keys = F.normalize(torch.randn(count, NUM_SEGMENTS, KEY_SIZE, generator=generator), dim=-1)
+    order = torch.rand(count, num_segments - ahead, generator=generator).argsort(1)[:, :NUM_LIVE]
+    live = torch.zeros(count, num_segments, dtype=torch.bool).scatter(1, order, True)
+    noise = NOISE * torch.randn(count, num_segments, HIDDEN, generator=generator)
+    keys = F.normalize(torch.randn(count, num_segments, KEY_SIZE, generator=generator), dim=-1)
     asked = order[:, 0]
     rows = torch.arange(count)
     query = keys[rows, asked] + 0.1 * torch.randn(count, KEY_SIZE, generator=generator)
@@ -95,7 +104,7 @@ class Update(NamedTuple):
     """Result of the epochs on one batch of rollouts.
 
     Attributes:
-        metrics: of the last epoch, sums over its steps.
+        metrics: after the last epoch, sums over the steps played.
         epochs: number of epochs before the policy had moved far enough.
     """
 
@@ -120,20 +129,26 @@ def learn_from(
         rollouts: those of one prompt beside each other.
         config: clip, discount, horizon and KL target.
         group_size: rollouts of one prompt.
-        gradient_clipping: largest gradient norm.
+        gradient_clipping: largest gradient norm of the policy; the value head has its own.
     """
-    advantages = group_advantages(rollouts.returns.view(-1, group_size)).flatten()
     rollouts = rollouts.last(config.horizon)
+    advantages = advantages_of(rollouts, config, group_size=group_size)
+    values = [p for name, p in policy.named_parameters() if "value" in name]
+    others = [p for name, p in policy.named_parameters() if "value" not in name]
+    loss, metrics = policy_loss(policy, rollouts, advantages, config)
+    if not metrics.learned:
+        return Update(metrics, 0)
     epochs = 0
-    for _ in range(config.epochs):
-        loss, metrics = policy_loss(policy, rollouts, advantages, config)
-        if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
-            break
+    while epochs < config.epochs:
         optimizer.zero_grad()
-        (loss / metrics.steps).backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), gradient_clipping)
+        (loss / metrics.learned).backward()
+        torch.nn.utils.clip_grad_norm_(others, gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(values, config.value_gradient_clipping or torch.inf)
         optimizer.step()
         epochs += 1
+        loss, metrics = policy_loss(policy, rollouts, advantages, config)
+        if float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
+            break
     return Update(metrics, epochs)
 
 
@@ -145,7 +160,12 @@ class Curve(NamedTuple):
 
 
 def train(
-    stream: SegmentStream, *, iterations: int, seed: int, divided: bool = False
+    stream: SegmentStream,
+    *,
+    iterations: int,
+    seed: int,
+    divided: bool = False,
+    after: Callable[[int, MemoryPolicy], None] = lambda done, policy: None,
 ) -> tuple[MemoryPolicy, Curve]:
     """A policy after so many batches of rollouts.
 
@@ -154,12 +174,13 @@ def train(
         iterations: batches of 32 prompts with 16 rollouts each.
         seed: of prompts and sampling.
         divided: divide returns by their standard deviation in the group, as GRPO was published.
+        after: called after each iteration, with the number done.
     """
     policy = fresh_policy()
     curve = Curve([], [])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(iterations):
+    for done in range(1, iterations + 1):
         state = stream.start(branch(make_streams(PROMPTS, generator), GROUP_SIZE))
         rollouts = roll_out(stream, policy, state, generator=generator)
         curve.returns.append(float(rollouts.returns.mean()))
@@ -167,6 +188,7 @@ def train(
             rollouts = _divided(rollouts)
         update = learn_from(policy, optimizer, rollouts, stream.config, group_size=GROUP_SIZE)
         curve.kl.append(float(update.metrics.kl / update.metrics.steps))
+        after(done, policy)
     return policy, curve
 
 
@@ -220,33 +242,46 @@ def learn(seed: int, *, iterations: int) -> dict[str, Any]:
     }
 
 
-def collapse(*, iterations: int, seed: int = 0) -> dict[str, dict[str, float]]:
-    """Compares the first reward, with divided returns, and ours where successes are rare.
+def two_by_two(*, iterations: int, seed: int = 0) -> dict[str, dict[str, float]]:
+    """Reward times return, by cell: each as `evaluate` tells it, by the gated reward.
 
     With two steps after the question a random agent succeeds once in a hundred episodes, and most
     groups hold failures alone.
     """
-    ours = environment(steps_after_question=2)
-    theirs = environment(CostsForFailuresToo, steps_after_question=2)
-    undivided, _ = train(ours, iterations=iterations, seed=seed)
-    divided, _ = train(theirs, iterations=iterations, seed=seed, divided=True)
-    return {"ours": evaluate(ours, undivided), "divided": evaluate(ours, divided)}
+    gated = environment(steps_after_question=2)
+    rewards = {
+        "gated": gated,
+        "costs for failures too": environment(CostsForFailuresToo, steps_after_question=2),
+    }
+    cells = {}
+    for reward, stream in rewards.items():
+        for scale in ("centred", "divided"):
+            divided = scale == "divided"
+            policy, _ = train(stream, iterations=iterations, seed=seed, divided=divided)
+            cells[f"{reward}, {scale}"] = evaluate(gated, policy)
+    return cells
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """So many seeds, and the collapse of one."""
+    """So many seeds, and the two by two of one."""
     torch.set_num_threads(1)
     learned = []
     for seed in range(rounds):
         began = time.process_time()
         row = learn(seed, iterations=150)
         learned.append({"seed": seed, **row, "seconds": time.process_time() - began})
-    return {"rounds": rounds, "learned": learned, "collapse": collapse(iterations=100)}
+    cells = two_by_two(iterations=RARE_ITERATIONS)
+    return {
+        "rounds": rounds,
+        "learned": learned,
+        "iterations": RARE_ITERATIONS,
+        "two by two": cells,
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the rows."""
-    for row in [*result["learned"], *result["collapse"].items()]:
+    for row in [*result["learned"], *result["two by two"].items()]:
         print(row)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -89,8 +90,7 @@ def latency_rows(latency: list[dict[str, Any]]) -> list[str]:
 
 
 def policy_rows(result: dict[str, Any]) -> list[str]:
-    """The memory agent by seed, and the collapse."""
-    collapse = result["collapse"]
+    """The memory agent by seed, and reward times return."""
     rows = [
         "Success of greedy actions after 150 iterations; demanded are .90 with at most 8 "
         "operations; at most .15 for random actions, .02 with cache_write masked, 120 s.",
@@ -109,10 +109,56 @@ def policy_rows(result: dict[str, Any]) -> list[str]:
     return [
         *rows,
         "",
-        "Where successes are rare, returns centred by their group reach "
-        f"{_share(collapse['ours']['success'])}; divided by their deviation, with costs for "
-        f"failures too, {_share(collapse['divided']['success'])}.",
+        f"Where successes are rare, after {result['iterations']} iterations (seed 0); gated costs "
+        "are taken from successes alone, divided returns are centred too:",
+        "",
+        "| costs and returns | success | operations |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {_share(cell['success'])} | {cell['operations']:.1f} |"
+            for name, cell in result["two by two"].items()
+        ),
     ]
+
+
+def policy_choice_rows(result: dict[str, Any]) -> list[str]:
+    """Baselines and clips by iterations, and the order of lengths, means over the seeds."""
+    counts = result["checked at"]
+    rows = [
+        "Success of greedy actions after so many iterations, mean over the seeds and the range.",
+        "",
+        f"| choice | {' | '.join(str(n) for n in counts)} |",
+        "|---|" + "---|" * len(counts),
+    ]
+    choices = result["choices"]
+    for name in dict.fromkeys(row["name"] for row in choices):
+        successes = [row["success"] for row in choices if row["name"] == name]
+        cells = [_spread(column) for column in zip(*successes, strict=True)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    untrained = result["untrained"]
+    random = ", ".join(f"{_share(value)} at {ratio}x" for ratio, value in untrained.items())
+    rows += [
+        "",
+        f"Lengths, after {result['iterations']} iterations of one length each; a random agent has "
+        f"{random}. Iterations that earn have a success among their {result['episodes']} episodes.",
+        "",
+        f"| lengths | {' | '.join(f'{ratio}x' for ratio in untrained)} | earn | CPU s | seeds |",
+        "|---|" + "---|" * len(untrained) + "---|---|---|",
+    ]
+    lengths = result["lengths"]
+    for name in dict.fromkeys(row["name"] for row in lengths):
+        found = [row for row in lengths if row["name"] == name]
+        cells = [_spread([row["success"][ratio] for row in found]) for ratio in untrained]
+        cells.append(_share(sum(row["earning"] for row in found) / len(found)))
+        cells.append(f"{sum(row['seconds'] for row in found) / len(found):.0f}")
+        cells.append(str(len(found)))
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = sum(values) / len(values)
+    return f"{_share(mean)} ({_share(min(values))} to {_share(max(values))})"
 
 
 def system_rows(result: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
     muon_rows,
+    policy_choice_rows,
     policy_rows,
     registers_rows,
     retrieval_rows,
@@ -387,6 +388,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "learn_registers": ("Stage B: working memory tracks registers", registers_rows),
     "learn_retrieval": ("Stage B: episodic retrieval", retrieval_rows),
     "learn_policy": ("Stage B: the memory agent", policy_rows),
+    "policy_choices": ("Stage B: choices of the agent's learning", policy_choice_rows),
     "learn_system": ("Stage B: the whole, from text to table", system_rows),
     "reasoning": ("Stage B: what it costs", cost_rows),
 }

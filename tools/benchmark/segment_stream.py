@@ -177,8 +177,7 @@ class SegmentStream:
     def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
         """Rewards success alone: a failure that spent little earns nothing.
 
-        Where costs and bonus count for failures too, and returns are divided by their standard
-        deviation, the agent learns to do nothing.
+        `learn_policy` has the other reward, whose costs and bonus count for failures too.
         """
         stability = 1 - state.harm / self.num_steps(state.streams)
         worth = 1 + self.config.stability_bonus * stability

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from cdrmix.objectives.grpo import (
+    are_alike,
     explained_variance,
+    gae,
     group_advantages,
     grpo_loss,
     lambda_returns,
+    leave_one_out_advantages,
 )
 
 WEIGHTS = {"clip_ratio": 0.2, "value_weight": 0.0, "entropy_weight": 0.0}
@@ -23,7 +26,9 @@ def loss_of(logprobs: torch.Tensor, advantages: torch.Tensor, **changed: object)
         "entropy": zero,
         "values": zero,
         "value_targets": zero,
+        "old_values": zero,
         "is_taken": torch.ones_like(logprobs, dtype=torch.bool),
+        "is_learned": torch.ones(len(logprobs), dtype=torch.bool),
         **WEIGHTS,
         **changed,
     }
@@ -36,6 +41,103 @@ def test_advantages_keep_the_scale_of_the_rewards() -> None:
     torch.testing.assert_close(advantages[0], torch.tensor([0.5, -0.5, -0.5, 0.5]))
     # costs stay a hundredth of an outcome, though nothing else differs in their group
     assert advantages[1].abs().max() < 0.03
+
+
+def test_one_that_is_left_out_is_compared_with_the_mean_of_the_others() -> None:
+    returns = torch.tensor([[1.0, 0.0, 0.5, 1.1], [0.0, 0.0, 0.0, 1.05]])
+    found = leave_one_out_advantages(returns)
+    for group in range(2):
+        for one in range(4):
+            others = [float(returns[group, other]) for other in range(4) if other != one]
+            expected = float(returns[group, one]) - sum(others) / 3
+            assert found[group, one].item() == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close(found, group_advantages(returns) * 4 / 3)
+
+
+def test_the_critic_compares_each_step_with_what_it_expected() -> None:
+    rewards, values = (
+        torch.tensor([[0.0, 0.0, 1.0, 7.0]]),
+        torch.tensor([[0.4, 0.1, 0.7, 0.0, 9.0]]),
+    )
+    taken = torch.tensor([[True, True, True, False]])
+    found = gae(rewards, values, taken, gamma=0.9, gae_lambda=0.5)
+    errors = [0.9 * 0.1 - 0.4, 0.9 * 0.7 - 0.1, 1.0 - 0.7]  # of each step; the episode ends there
+    expected = [sum(0.45**k * errors[t + k] for k in range(3 - t)) for t in range(3)]
+    torch.testing.assert_close(found, torch.tensor([[*expected, 0.0]]))
+
+
+def test_groups_are_alike_where_all_their_returns_are_one_number() -> None:
+    returns = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.01], [1.02, 1.02, 1.02]])
+    assert are_alike(returns).tolist() == [True, False, True]
+
+
+def test_a_rollout_that_is_left_out_has_no_gradient_and_no_share_in_the_mean() -> None:
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    taken = torch.tensor([[True, True, False], [True, True, True]])
+    loss, metrics = loss_of(
+        logprobs,
+        torch.tensor([2.0, 5.0]),
+        is_taken=taken,
+        is_learned=torch.tensor([True, False]),
+        entropy=-logprobs,
+        values=torch.ones(2, 3),
+        entropy_weight=0.1,
+        value_weight=0.5,
+    )
+    assert loss.item() == pytest.approx(2 * (-2.0 - 0.1 + 0.5 * 0.5))
+    assert (metrics.steps.item(), metrics.learned.item()) == (5, 2)
+    assert metrics.entropy.item() == 5, "metrics are of all that was played"
+    loss.backward()
+    assert logprobs.grad is not None and not logprobs.grad[1].any() and not logprobs.grad[0, 2]
+
+
+def test_advantages_may_differ_from_step_to_step() -> None:
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    loss, _ = loss_of(logprobs, torch.tensor([[2.0, -3.0]]))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([[-2.0, 3.0]]))
+
+
+def test_the_clip_may_be_wider_above_than_below() -> None:
+    step = torch.log(torch.tensor([[1.25, 1.5, 0.75, 0.9]])) - 1
+    step.requires_grad_()
+    loss, metrics = loss_of(step, torch.tensor([1.0]), clip_ratio_high=0.3)
+    assert loss.item() == pytest.approx(-(1.25 + 1.3 + 0.75 + 0.9))
+    assert metrics.clipped.item() == 2  # 1.5 above, 0.75 below
+    (gradient,) = torch.autograd.grad(loss, step)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.25, 0.0, -0.75, -0.9]]))
+    loss, _ = loss_of(step, torch.tensor([-1.0]), clip_ratio_high=0.3)
+    assert loss.item() == pytest.approx(1.25 + 1.5 + 0.8 + 0.9)
+
+
+def test_a_dual_clip_bounds_what_a_bad_action_costs() -> None:
+    step = torch.log(torch.tensor([[5.0, 1.5, 0.5]])) - 1
+    step.requires_grad_()
+    loss, _ = loss_of(step, torch.tensor([-2.0]), dual_clip=3.0)
+    assert loss.item() == pytest.approx(2 * (3.0 + 1.5 + 0.8))
+    (gradient,) = torch.autograd.grad(loss, step)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 3.0, 0.0]]))
+    good = loss_of(step, torch.tensor([2.0]), dual_clip=3.0)[0]
+    assert good.item() == pytest.approx(-2 * (1.2 + 1.2 + 0.5)), "of bad actions only"
+
+
+def test_a_value_beyond_its_clip_earns_no_further_gradient() -> None:
+    values = torch.tensor([[1.5, 1.1, 0.5]], requires_grad=True)
+    loss, metrics = loss_of(
+        torch.full((1, 3), -1.0),
+        torch.zeros(1),
+        values=values,
+        value_targets=torch.full((1, 3), 2.0),
+        old_values=torch.ones(1, 3),
+        value_clip=0.2,
+        value_weight=1.0,
+    )
+    # the worse of the value and the value within .2 of the one at play
+    by_hand = 0.5 * (0.8**2 + 0.9**2 + 1.5**2)
+    assert loss.item() == pytest.approx(by_hand)
+    assert metrics.value_loss.item() == pytest.approx(by_hand)
+    (gradient,) = torch.autograd.grad(loss, values)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.9, -1.5]]))
 
 
 def test_a_ratio_beyond_the_clip_earns_no_further_gradient() -> None:

@@ -15,7 +15,8 @@ from cdrmix.errors import ConfigError, PlanError, StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import choose
-from cdrmix.planning.stage_b import stage_b_layout, stage_b_plan, stage_b_reason
+from cdrmix.planning.stage_b import most_steps, stage_b_layout, stage_b_plan, stage_b_reason
+from cdrmix.reasoning.policy import MemoryPolicy
 from cdrmix.stage_b.engine import LessonLoader, LessonResult, StageB
 from cdrmix.stage_b.optimizer import (
     Clip,
@@ -25,6 +26,7 @@ from cdrmix.stage_b.optimizer import (
     place_of,
     stage_b_adamw,
 )
+from cdrmix.stage_b.phases import StepMean
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 
@@ -78,6 +80,33 @@ def test_every_part_has_a_group_and_a_frozen_backbone_has_none() -> None:
     assert whole == ["memory", "adapters", "policy", "backbone", "backbone"]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_value_head_is_clipped_apart_from_the_policy() -> None:
+    given = config()
+    assert given.stage_b is not None
+    policy = given.stage_b.policy.model_copy(update={"value_gradient_clipping": 0.5})
+    given = given.model_copy(
+        update={"stage_b": given.stage_b.model_copy(update={"policy": policy})}
+    )
+    heads = MemoryPolicy(2, 3)
+    model = nn.ModuleDict({"policy": heads})
+    clip = Clip(given)
+    optimizer = stage_b_adamw(TrainedParameters(model), given.training, clip=clip)
+    assert [group["part"] for group in optimizer.param_groups] == ["policy", "policy"]
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-9
+    for name, parameter in heads.named_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        if name in ("policy.weight", "value.weight"):
+            parameter.grad[0, 0] = 0.8 if name == "policy.weight" else 50.0
+    optimizer.step()
+    assert heads.policy.weight.grad is not None and heads.value.weight.grad is not None
+    # within its norm of 1 it stays, whatever the value head's is
+    assert heads.policy.weight.grad[0, 0].item() == pytest.approx(0.8)
+    assert heads.value.weight.grad[0, 0].item() == pytest.approx(0.5)
+    assert clip.norms == pytest.approx({"policy": 0.8, "value": 50.0})
+
+
 def test_parameters_that_deepspeed_sees_are_those_of_the_reader() -> None:
     model = reader()
     seen = {reader_logical_name(name): p for name, p in TrainedParameters(model).named_parameters()}
@@ -108,7 +137,8 @@ def stepped(clip: Clip, gradients: dict[str, list[float]], rates: dict[str, floa
     for part, gradient in gradients.items():
         parameter = nn.Parameter(torch.zeros(len(gradient)))
         parameter.grad = torch.tensor(gradient)
-        groups.append({"params": [parameter], "part": part, "lr": rates.get(part, 1.0)})
+        rate = rates.get(part, 1.0)
+        groups.append({"params": [parameter], "part": part, "clip": part, "lr": rate})
     optimizer = torch.optim.SGD(groups, lr=1.0)
     optimizer.register_step_pre_hook(clip)
     optimizer.step()
@@ -132,7 +162,8 @@ def test_the_groups_of_a_part_are_clipped_by_their_common_norm(is_zero: bool) ->
     for gradient in (30.0, 40.0):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([gradient])
-        groups.append({"params": [parameter], "part": "backbone", "lr": 1.0})
+        group = {"params": [parameter], "part": "backbone", "clip": "backbone", "lr": 1.0}
+        groups.append(group)
     clip, optimizer = Clip(config()), torch.optim.SGD(groups, lr=1.0)
     optimizer.register_step_pre_hook(clip)
     if is_zero:
@@ -174,6 +205,88 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     assert (metrics["stage_b/loss"], metrics["stage_b/recall"]) == (3.0, 0.5)
 
 
+class Moving:
+    """A course whose policy is `moved` from where it played, by a quarter for each step taken."""
+
+    moved = 0.0
+
+    def rollout_loss(self, collected: Any) -> tuple[torch.Tensor, dict[str, StepMean]]:
+        loss, steps = torch.tensor(6.0), torch.tensor(10)
+        metrics = {
+            "loss": StepMean(loss, torch.tensor(collected.num_learned)),
+            "kl": StepMean(10 * torch.tensor(self.moved), steps),
+        }
+        return loss, metrics
+
+
+def policy_step(
+    monkeypatch: pytest.MonkeyPatch, learned: list[int], **policy: Any
+) -> tuple[list[float], dict[str, float]]:
+    """Scales of the losses of each optimizer step, and the metrics."""
+    settings = section(config())
+    changed = settings.policy.model_copy(update=policy)
+    settings = settings.model_copy(update={"policy": changed})
+    course, scales = Moving(), []
+    stage: Any = StageB(course, settings, Clip(config()), None, None, 0, 6, "")  # type: ignore[arg-type]
+    topology = SimpleNamespace(counts_tokens=True, degrees=SimpleNamespace(data=2))
+    run: Any = SimpleNamespace(engine=None, topology=topology)
+
+    def learn(engine: Any, losses: Any, slots: int, scale: float) -> None:
+        assert [loss.item() for loss, _ in losses] == [6.0] * len(learned)
+        scales.append(scale)
+        course.moved += 0.25
+
+    monkeypatch.setattr(stage, "_learn", learn)
+    monkeypatch.setattr("cdrmix.runtime.all_gather_object", lambda own: [own])
+    played = [SimpleNamespace(num_learned=number, metrics={}) for number in learned]
+    metrics, epochs = stage._learn_policy(run, played, 3)
+    result = LessonResult("policy", metrics, {"policy": 1.0}, epochs, 0.0)
+    return scales, stage.measure(run, result)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_steps_of_all_lessons_weigh_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, metrics = policy_step(monkeypatch, [5, 1, 0], epochs=1)
+    # DeepSpeed divides by 3 micro-steps and 2 data ranks
+    assert scales == [3 * 2 / 6]
+    assert metrics["policy/loss"] == 3 * 6.0 / 6
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_divergence_told_is_that_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, metrics = policy_step(monkeypatch, [5, 1], epochs=3, kl_target=1e6)
+    assert (len(scales), metrics["policy/epochs"], metrics["policy/kl"]) == (3, 3, 0.75)
+    scales, metrics = policy_step(monkeypatch, [5, 1], epochs=8, kl_target=0.4, kl_margin=1.0)
+    assert (len(scales), metrics["policy/epochs"], metrics["policy/kl"]) == (2, 2, 0.5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_where_no_rollout_says_anything_no_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, metrics = policy_step(monkeypatch, [0, 0])
+    assert scales == [] and metrics["policy/epochs"] == 0
+    assert (metrics["policy/loss"], metrics["policy/kl"], metrics["grad_norm"]) == (0, 0, 0)
+
+
+def test_episodes_of_the_longest_text_are_counted() -> None:
+    given = config("length_ratios=[1, 8]", "window_tokens=256")
+    # 2,048 tokens in segments of 64, each with its neighbour longer than that; then four rounds
+    assert most_steps(section(given), 256) == 64 + 9
+    # where they are more than what a lesson saves for its backward pass
+    few, many = (
+        stage_b_layout(
+            config("texts_per_lesson=1", "backbone_lr_scale=0", f"group_size={size}"),
+            processes(1),
+            zero_stage=1,
+        )
+        for size in (2, 4096)
+    )
+    assert few is not None and many is not None
+    assert few.memory.buffers["episodes"] == 0
+    saved = few.memory.activations
+    episodes = 8 * 4096 * (2 * 8 * 64 // 16 + 9) * 128  # float32 twice, width 128
+    assert many.memory.buffers["episodes"] == episodes - saved
+
+
 def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
     with pytest.raises(ConfigError, match="window_tokens: given 32, allowed is a .* from 64"):
         config("window_tokens=32")
@@ -185,7 +298,7 @@ def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
 class Numbers:
     """A course whose lessons are their numbers."""
 
-    def lesson(self, phase: str, number: int) -> int:
+    def lesson(self, phase: str, number: int, *, lengths: Any) -> int:
         return number
 
     def collect(self, lesson: int) -> int:
@@ -242,6 +355,51 @@ def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
     earlier = {"samples_consumed": 10, "manifest_digest": "1"}  # as an earlier version said it
     longer.load_state_dict(earlier)
     assert longer.samples_consumed == 10
+
+
+def test_another_curriculum_is_refused_once_the_policy_has_learned_by_one() -> None:
+    def lessons(**changed: Any) -> Any:
+        training = section(config("policy_steps=3")).training.model_copy(update=changed)
+        return LessonLoader(Numbers(), training, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+
+    begun, other = lessons(), lessons(curriculum=0.25)
+    for step in range(6):
+        other.load_state_dict(begun.state_dict())
+        begun.next(step)
+    state = begun.state_dict()
+    with pytest.raises(StateError, match=r"stage_b.training.curriculum .*: 0.5 there, 0.25 here"):
+        other.load_state_dict(state)
+    del state["curriculum"]  # as of a version that had none
+    lessons(curriculum=0.0).load_state_dict(state)
+    with pytest.raises(StateError, match=r"curriculum .*: 0.0 there, 0.5 here"):
+        lessons().load_state_dict(state)
+
+
+def test_lengths_enter_one_by_one_over_their_share_of_the_policys_phase() -> None:
+    training = section(config()).training.model_copy(update={"length_ratios": (8, 1, 4, 2)})
+    of_steps = [training.lengths_at(step, 12) for step in range(14)]
+    assert of_steps == [(1,)] * 2 + [(1, 2)] * 2 + [(1, 4, 2)] * 2 + [(8, 1, 4, 2)] * 8
+    whole = training.model_copy(update={"curriculum": 0.0})
+    assert whole.lengths_at(0, 12) == (8, 1, 4, 2)
+    late = training.model_copy(update={"curriculum": 1.0})
+    assert late.lengths_at(11, 12) == (1, 4, 2), "the longest comes with the end"
+
+
+def test_the_loader_asks_for_the_lengths_of_its_step() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Asked(Numbers):
+        def lesson(self, phase: str, number: int, *, lengths: Any) -> int:
+            asked.append((phase, lengths))
+            return number
+
+    training = section(config("policy_steps=8", "lessons_per_step=1")).training
+    loader: Any = LessonLoader(Asked(), training, rank=0, world_size=1, manifest_digest="", seed=0)  # type: ignore[arg-type]
+    for step in range(13):
+        loader.next(step)
+    assert asked[:5] == [("memory", None)] * 3 + [("joint", None)] * 2
+    lengths = [each for _, each in asked[5:]]
+    assert lengths == [(1,)] * 2 + [(1, 2)] + [(1, 2, 4)] + [(1, 2, 4, 8)] * 4
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cdrmix.models.moe import Router
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
-from cdrmix.stage_b.phases import Collected, Course, phase_loss
+from cdrmix.stage_b.phases import Collected, Course, StepMean, phase_loss
 from tests.unit.reasoning.small_reader import (
     TASKS,
     WINDOW_TOKENS,
@@ -106,7 +106,19 @@ def test_the_smallest_window_has_segments_that_hold_the_evidence_of_every_task()
     ]
 
 
-def test_the_policy_learns_from_episodes() -> None:
+def earning(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
+    """Gives any answer the score of its text."""
+    grade_by = "cdrmix.stage_b.phases.grade_by"
+    monkeypatch.setattr(grade_by, lambda *_: lambda row, tokens: scores[row])
+
+
+def mean(metric: object) -> float:
+    assert isinstance(metric, StepMean)
+    return float(metric.total / metric.steps)
+
+
+def test_the_policy_learns_from_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    earning(monkeypatch, 1.0, 1.0)  # less what an episode costs: no two episodes earn alike
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     reader = small_reader(config)
     course = Course(reader, small_lessons(config), config)
@@ -118,13 +130,19 @@ def test_the_policy_learns_from_episodes() -> None:
     loss, metrics = course.rollout_loss(collected)
     loss.backward()
     assert reader.policy.feature_policy.weight.grad.any()
-    assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
-    assert set(metrics) == {"kl", "clip_fraction", "entropy", "value_loss"}
+    assert mean(metrics["kl"]) == 0 and mean(metrics["entropy"]) > 0
+    assert set(metrics) == {"loss", "kl", "clip_fraction", "entropy", "value_loss"}
+    steps = int(collected.rollouts.taken.sum())
+    assert collected.num_learned == steps
+    assert {int(metric.steps) for metric in metrics.values() if isinstance(metric, StepMean)} == {
+        steps
+    }
+    assert isinstance(metrics["loss"], StepMean) and metrics["loss"].total == loss
     # as if the policy had halved the probability of each action since it took them
     halved = replaced(collected, logprobs=collected.rollouts.logprobs + math.log(2))
     _, metrics = course.rollout_loss(halved)
-    assert float(metrics["kl"]) == pytest.approx(math.log(2) - 0.5)
-    assert float(metrics["clip_fraction"]) == 1
+    assert mean(metrics["kl"]) == pytest.approx(math.log(2) - 0.5)
+    assert mean(metrics["clip_fraction"]) == 1
 
 
 def replaced(collected: Collected, **changed: torch.Tensor) -> Collected:
@@ -140,7 +158,8 @@ def with_policy(config: Config, **changed: float) -> Config:
     )
 
 
-def test_weights_of_the_policy_are_the_configurations() -> None:
+def test_weights_of_the_policy_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    earning(monkeypatch, 1.0)
     config = small_config(texts_per_lesson=1, length_ratios=(1,))
     reader = small_reader(config)
     course = Course(reader, small_lessons(config), config)
@@ -153,21 +172,46 @@ def test_weights_of_the_policy_are_the_configurations() -> None:
         assert config.stage_b is not None
         raised = with_policy(config, **{name: getattr(config.stage_b.policy, name) + 1})
         loss, _ = dataclasses.replace(course, config=raised).rollout_loss(collected)
-        assert (loss - base).item() == pytest.approx(sign * float(metrics[metric]), rel=1e-4)
+        measured = metrics[metric]
+        assert isinstance(measured, StepMean)
+        assert (loss - base).item() == pytest.approx(sign * float(measured.total), rel=1e-4)
 
 
 def test_a_group_whose_episodes_all_earn_the_same_counts_as_one_that_teaches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Nothing for any answer from the first text; from the second all, less what an episode costs.
-    grade_by = "cdrmix.stage_b.phases.grade_by"
-    monkeypatch.setattr(grade_by, lambda *_: lambda row, tokens: float(row))
+    earning(monkeypatch, 0.0, 1.0)
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     course = Course(small_reader(config), small_lessons(config), config)
     collected = course.collect(course.lesson("policy", 0))
     nothing, something = collected.rollouts.returns.view(2, -1)
     assert not nothing.any() and len(something.unique()) > 1
     assert float(collected.metrics["zero_variance_groups"]) == 0.5
+    # the loss is the second text's alone
+    taken = collected.rollouts.taken.view(2, -1)
+    assert collected.num_learned == int(taken[1].sum()) and taken[0].any()
+    loss, metrics = course.rollout_loss(collected)
+    second = collected.advantages.is_learned.nonzero().flatten()
+    alone = Collected(
+        select(collected.rollouts, second), select(collected.advantages, second), collected.metrics
+    )
+    torch.testing.assert_close(loss, course.rollout_loss(alone)[0])
+    assert isinstance(metrics["loss"], StepMean) and isinstance(metrics["kl"], StepMean)
+    assert int(metrics["loss"].steps) == collected.num_learned < int(metrics["kl"].steps)
+
+
+def test_a_lesson_that_says_nothing_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    earning(monkeypatch, 0.0)
+    config = small_config(texts_per_lesson=1, length_ratios=(1,))
+    course = Course(small_reader(config), small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    loss, _ = course.rollout_loss(collected)
+    loss.backward()
+    assert loss == 0 and collected.num_learned == 0
+    assert float(collected.metrics["zero_variance_groups"]) == 1
+    gradients = [p.grad for p in course.model.policy.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
 
 
 def test_the_temperature_of_retrieval_is_the_configurations() -> None:
@@ -205,8 +249,8 @@ def test_the_divergence_that_ends_epochs_is_a_mean_over_the_steps_taken() -> Non
         entropy += decision.entropy.item()
         count += 1
     assert count > len(played.taken) and divergence / count > 1e-3
-    assert metrics["kl"].item() == pytest.approx(divergence / count, rel=1e-4)
-    assert metrics["entropy"].item() == pytest.approx(entropy / count, rel=1e-5)
+    assert mean(metrics["kl"]) == pytest.approx(divergence / count, rel=1e-4)
+    assert mean(metrics["entropy"]) == pytest.approx(entropy / count, rel=1e-5)
 
 
 def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:

@@ -9,9 +9,11 @@ import torch
 from cdrmix.errors import DataError
 from cdrmix.reasoning.policy import (
     Action,
+    Advantages,
     EpisodeOutcome,
     MemoryPolicy,
     Rollouts,
+    advantages_of,
     policy_loss,
     roll_out,
     roll_out_branches,
@@ -143,7 +145,7 @@ def test_what_is_kept_are_the_last_steps_of_each_episode() -> None:
             assert torch.equal(getattr(kept, name)[row], mine), name
         assert torch.equal(kept.values[row], whole.values[row, end - 5 : end + 1])
         assert kept.values[row, -1] == 0
-    assert whole.last(1000) is whole
+    assert whole.last(1000) is whole and whole.last(None) is whole
 
 
 def test_a_policy_that_knows_nothing_is_uniform_over_what_is_legal() -> None:
@@ -158,10 +160,37 @@ def test_gradients_are_finite_where_actions_are_illegal() -> None:
     stream, state = started()
     policy = random_policy()
     rollouts = roll_out(stream, policy, state, generator=torch.Generator().manual_seed(0))
-    loss, _ = policy_loss(policy, rollouts, torch.randn(8), stream.config)
+    advantages = Advantages(torch.randn(8), torch.ones(8, dtype=torch.bool))
+    loss, _ = policy_loss(policy, rollouts, advantages, stream.config)
     loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_advantages_are_those_of_the_baseline_and_leave_out_what_says_nothing() -> None:
+    stream, state = started(4)
+    policy = random_policy()
+    generator = torch.Generator().manual_seed(0)
+    rollouts = roll_out(stream, policy, branch(state, 2), generator=generator)
+    returns = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.1])
+    rollouts = dataclasses.replace(rollouts, returns=returns)
+    found = {
+        baseline: advantages_of(
+            rollouts, stream.config.model_copy(update={"baseline": baseline}), group_size=2
+        )
+        for baseline in ("group", "leave_one_out", "critic")
+    }
+    expected = torch.tensor([0.5, -0.5, 0.0, 0.0, 0.0, 0.0, -0.05, 0.05])
+    torch.testing.assert_close(found["group"].values, expected)
+    torch.testing.assert_close(found["leave_one_out"].values, 2 * expected)
+    spread = [True, True, False, False, False, False, True, True]
+    assert found["group"].is_learned.tolist() == spread
+    assert found["leave_one_out"].is_learned.tolist() == spread
+    # the critic's is what is behind its targets, and learns from failures as well
+    assert found["critic"].is_learned.all()
+    error = rollouts.value_targets(stream.config) - rollouts.values[:, :-1]
+    torch.testing.assert_close(found["critic"].values, error * rollouts.taken)
+    assert found["critic"].values.any()
 
 
 def test_rolling_out_twice_with_one_seed_gives_equal_bits() -> None:

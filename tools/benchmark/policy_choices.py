@@ -1,0 +1,172 @@
+"""Choices of the memory agent's learning: baseline, clip, and the order of lengths.
+
+Baselines and clips learn the task of `learn_policy` with two steps after the question, where a
+random agent succeeds once in a hundred episodes. Success is that of greedy actions on unseen
+episodes.
+
+The order of lengths is asked where a cold start earns nothing: a text has 1, 2, 4 or 8 windows of
+24 segments, what is asked for stands before the last window, and retrievals and writes have a
+budget that a random agent has spent by the second window, as at the settings of the large variants.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from cdrmix.config.reasoning import StageBTraining
+from cdrmix.planning.autosize import variant
+from cdrmix.reasoning.policy import Action, MemoryPolicy, Observation, roll_out
+from cdrmix.reasoning.state_rows import branch
+from tools.benchmark.learn_policy import (
+    GROUP_SIZE,
+    LEARNING_RATE,
+    NUM_ENTRIES,
+    NUM_SEGMENTS,
+    environment,
+    evaluate,
+    fresh_policy,
+    learn_from,
+    make_streams,
+    train,
+)
+from tools.benchmark.segment_stream import SegmentStream, Streams, StreamState
+from tools.benchmark.timing import report
+
+# name: settings of stage_b.policy
+CHOICES: dict[str, dict[str, Any]] = {
+    "group": {"baseline": "group"},
+    "leave one out": {"baseline": "leave_one_out"},
+    "critic": {"baseline": "critic"},
+    "group, clip .28 above": {"baseline": "group", "clip_ratio_high": 0.28},
+}
+STEPS_AFTER_QUESTION = 2
+CHECKED_AT = (20, 40)  # iterations
+RATIOS = (1, 2, 4, 8)
+BUDGET = 16  # retrievals and writes of an episode
+LONG_PROMPTS = 8
+LONG_ITERATIONS = 50
+NUM_EVALUATED = 256
+
+
+def learn_with(settings: dict[str, Any], *, seed: int) -> list[float]:
+    """Success after each number of iterations of `CHECKED_AT`."""
+    stream = environment(steps_after_question=STEPS_AFTER_QUESTION)
+    stream.config = stream.config.model_copy(update=settings)
+    found: list[float] = []
+
+    def check(done: int, policy: MemoryPolicy) -> None:
+        if done in CHECKED_AT:
+            found.append(evaluate(stream, policy)["success"])
+
+    train(stream, iterations=max(CHECKED_AT), seed=seed, after=check)
+    return found
+
+
+class LongStream(SegmentStream):
+    """A stream of any length whose budget limits retrievals and writes, as a reader's does."""
+
+    def __init__(self) -> None:
+        config = variant("reason", "1b").stage_b
+        assert config is not None, "a reasoning variant has this section"
+        # The stream's own budget is of steps.
+        policy = config.policy.model_copy(update={"step_budget": 10**6})
+        super().__init__(policy, num_entries=NUM_ENTRIES, top_k=4, steps_after_question=4)
+
+    def observe(self, state: StreamState) -> Observation:
+        """Returns the agent's view, where a spent budget leaves splicing alone."""
+        view = super().observe(state)
+        features, legal = view.features.clone(), view.legal.clone()
+        features[:, 1] = state.operations / BUDGET
+        legal[state.operations >= BUDGET] = False
+        legal[:, Action.SPLICE_WINDOW] = True
+        return Observation(view.hidden, features, legal)
+
+
+def long_streams(count: int, ratio: int, generator: torch.Generator) -> Streams:
+    """Prompts of so many windows, in which what matters stands before the last."""
+    ahead = NUM_SEGMENTS if ratio > 1 else 2
+    return make_streams(count, generator, num_segments=ratio * NUM_SEGMENTS, ahead=ahead)
+
+
+def learn_lengths(
+    ratios: tuple[int, ...], curriculum: float, *, iterations: int, seed: int
+) -> dict[str, Any]:
+    """Success at each length of an agent that learned from `ratios`, one length an iteration.
+
+    Beside it the CPU seconds, and the share of iterations in which any group had a success.
+    """
+    began = time.process_time()
+    training = StageBTraining(length_ratios=ratios, curriculum=curriculum)
+    stream, policy = LongStream(), fresh_policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0)
+    generator = torch.Generator().manual_seed(seed)
+    earning = 0
+    for iteration in range(iterations):
+        present = training.lengths_at(iteration, iterations)
+        ratio = present[iteration % len(present)]
+        streams = branch(long_streams(LONG_PROMPTS, ratio, generator), GROUP_SIZE)
+        rollouts = roll_out(stream, policy, stream.start(streams), generator=generator)
+        earning += bool(rollouts.returns.any())
+        learn_from(policy, optimizer, rollouts, stream.config, group_size=GROUP_SIZE)
+    seconds = time.process_time() - began
+    success = {str(ratio): success_at(stream, policy, ratio) for ratio in RATIOS}
+    return {"success": success, "earning": earning / iterations, "seconds": seconds}
+
+
+def success_at(
+    stream: LongStream, policy: MemoryPolicy, ratio: int, *, greedy: bool = True
+) -> float:
+    """Success over unseen texts of one length."""
+    streams = long_streams(NUM_EVALUATED, ratio, torch.Generator().manual_seed(10_000))
+    generator = None if greedy else torch.Generator().manual_seed(0)
+    final = roll_out(stream, policy, stream.start(streams), generator=generator).final
+    return float(final.solved.float().mean())
+
+
+# name: lengths, and curriculum
+ORDERS: dict[str, tuple[tuple[int, ...], float]] = {
+    "4x and 8x": ((4, 8), 0.0),
+    "all from the start": (RATIOS, 0.0),
+    "entering over half": (RATIOS, 0.5),
+}
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """All choices, with so many seeds each."""
+    torch.set_num_threads(1)
+    choices = [
+        {"name": name, "seed": seed, "success": learn_with(settings, seed=seed)}
+        for seed in range(rounds)
+        for name, settings in CHOICES.items()
+    ]
+    untrained = {
+        str(ratio): success_at(LongStream(), fresh_policy(), ratio, greedy=False)
+        for ratio in RATIOS
+    }
+    lengths = [
+        {"name": name, "seed": seed, **learn_lengths(*order, iterations=LONG_ITERATIONS, seed=seed)}
+        for seed in range(rounds)
+        for name, order in ORDERS.items()
+    ]
+    return {
+        "rounds": rounds,
+        "choices": choices,
+        "checked at": CHECKED_AT,
+        "untrained": untrained,
+        "iterations": LONG_ITERATIONS,
+        "episodes": LONG_PROMPTS * GROUP_SIZE,
+        "lengths": lengths,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
+    for row in [*result["choices"], result["untrained"], *result["lengths"]]:
+        print(row)
+
+
+if __name__ == "__main__":
+    report(measure, show, rounds=3, description=__doc__)
