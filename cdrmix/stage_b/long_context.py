@@ -29,7 +29,8 @@ from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
 from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.state_rows import moved
-from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
+from cdrmix.reasoning.task_files import read_examples, write_examples
+from cdrmix.reasoning.tasks import Example, check_task
 from cdrmix.stage_b.phases import grade_by
 
 logger = get_logger(__name__)

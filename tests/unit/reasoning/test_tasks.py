@@ -11,6 +11,7 @@ import pytest
 
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
+from cdrmix.reasoning.task_files import read_examples, write_examples
 from cdrmix.reasoning.tasks import (
     KINDS,
     Example,
@@ -18,10 +19,8 @@ from cdrmix.reasoning.tasks import (
     generate_examples,
     logic,
     look_up,
-    read_examples,
     score,
     variable_tracking,
-    write_examples,
 )
 
 WINDOW = 200
