@@ -7,10 +7,11 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from cdrmix.errors import DataError
 from cdrmix.monitoring.sinks import write_text_atomic
+from cdrmix.reasoning.answers import normalised
 from cdrmix.reasoning.tasks import Example, Match
 
 
@@ -20,9 +21,21 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
     write_text_atomic(path, "".join(rows))
 
 
+class Row(NamedTuple):
+    """Example of a file, with the number of its line."""
+
+    line: int
+    example: Example
+
+
 def read_examples(
     path: Path, *, check: Callable[[Example], None] = lambda example: None
 ) -> list[Example]:
+    """Reads the examples of `read_rows`."""
+    return [row.example for row in read_rows(path, check=check)]
+
+
+def read_rows(path: Path, *, check: Callable[[Example], None] = lambda example: None) -> list[Row]:
     """Reads a file of `write_examples`, or one of the user's of the same form.
 
     `check` raises ValueError for an example that the caller cannot use.
@@ -36,12 +49,12 @@ def read_examples(
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise DataError(f"{path}: {reason}") from None
-    examples = []
+    rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            example = _parse(json.loads(line))
+            example = parse_row(json.loads(line))
             check(example)
         except (ValueError, TypeError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -51,13 +64,14 @@ def read_examples(
             raise DataError(
                 f"{path}:{number}: {reason}. A row is a JSON object with {keys}"
             ) from None
-        examples.append(example)
-    if not examples:
+        rows.append(Row(number, example))
+    if not rows:
         raise DataError(f"{path}: no rows")
-    return examples
+    return rows
 
 
-def _parse(row: object) -> Example:
+def parse_row(row: object) -> Example:
+    """Example of a row; raises TypeError or ValueError for what is not as it should be."""
     if not isinstance(row, dict):
         raise TypeError(f"a row is {type(row).__name__}, not an object")
     kinds = {"task": str, "length_ratio": int, "text": str, "question": str, "answers": list}
@@ -84,10 +98,20 @@ def _parse(row: object) -> Example:
     if not answers or not all(type(word) is str and word for word in answers):
         raise ValueError(f"answers are {answers!r}; at least one word is needed")
     for word in answers:
-        # `score` compares single words, so that others would never be right
-        if not re.fullmatch(r"\w+", word):
-            raise ValueError(
-                f"answer {word!r} is no single word of letters and digits, as they are compared; "
-                "give each word of it as an answer of its own"
-            )
+        _check_answer(word, row["match"])
     return Example(**{**row, "answers": tuple(answers), "evidence": tuple(evidence)})
+
+
+def _check_answer(answer: str, match: Match) -> None:
+    """Raises ValueError for an answer that no text could ever equal by `score`."""
+    if match in ("exact", "f1"):
+        if not normalised(answer):
+            raise ValueError(
+                f"answer {answer!r} is empty without case, punctuation and articles, which are not "
+                "compared"
+            )
+    elif not re.fullmatch(r"\w+", answer):
+        raise ValueError(
+            f"answer {answer!r} is no single word of letters and digits, as they are compared; "
+            "give each word of it as an answer of its own, or match exact or f1 for phrases"
+        )

@@ -17,8 +17,12 @@ from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 from cdrmix.errors import DataError
+from cdrmix.reasoning.answers import exact_match, token_f1
 
-Match = Literal["all", "any"]
+# all, any: single words, each with its share, or one enough. exact, f1: phrases, the best of them.
+Match = Literal["all", "any", "exact", "f1"]
+# Task made from text of the corpus (`recall`), which the kinds here do not need.
+RECALL = "recall"
 CountTokens = Callable[[str], int]
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
@@ -175,8 +179,8 @@ class Example:
     length_ratio: int  # length of the text in windows
     text: str  # read before the question
     question: str  # at the end of the text
-    answers: tuple[str, ...]  # right words
-    match: Match  # all: every answer counts its share; any: one is enough
+    answers: tuple[str, ...]  # right words; phrases where `match` is exact or f1
+    match: Match
     # sentences of the text from which the answer follows, in the order in which one leads to the
     # next; used by training, not by evaluation
     evidence: tuple[str, ...] = ()
@@ -186,8 +190,13 @@ def score(example: Example, answer: str) -> float:
     """Scores an answer, 0 to 1, as reward and for evaluation.
 
     Words are compared whole and without case. Only twice as many words as there are right ones
-    count, so that listing everything earns no more than the beginning of the list.
+    count, so that listing everything earns no more than the beginning of the list. Phrases are
+    compared as `answers` says.
     """
+    if example.match == "exact":
+        return exact_match(example.answers, answer)
+    if example.match == "f1":
+        return token_f1(example.answers, answer)
     right_words = [word.lower() for word in example.answers]
     words_read = re.findall(r"\w+", answer.lower())[: 2 * len(right_words)]
     right = [word in words_read for word in right_words]
@@ -196,9 +205,10 @@ def score(example: Example, answer: str) -> float:
 
 def check_task(task: str) -> None:
     """Raises DataError if there is no such task."""
-    if task not in KINDS:
-        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, KINDS, n=1))
-        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(KINDS)}")
+    known = (*KINDS, RECALL)
+    if task not in known:
+        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, known, n=1))
+        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(known)}")
 
 
 def generate_examples(

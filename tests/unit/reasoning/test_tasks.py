@@ -14,6 +14,7 @@ from cdrmix.errors import DataError
 from cdrmix.reasoning.task_files import read_examples, write_examples
 from cdrmix.reasoning.tasks import (
     KINDS,
+    RECALL,
     Example,
     arithmetic,
     generate_examples,
@@ -230,4 +231,4 @@ def test_a_file_that_holds_no_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_configuration_knows_every_task() -> None:
-    assert get_args(ReasoningTask) == tuple(KINDS)
+    assert set(get_args(ReasoningTask)) == {*KINDS, RECALL}
