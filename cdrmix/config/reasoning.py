@@ -18,13 +18,21 @@ ReasoningTask = Literal[
     "look_up",
     "arithmetic",
     "logic",
+    "recall",
 ]
+# Without `recall`, which needs text with names and numbers that come back.
+MADE_UP_TASKS: tuple[ReasoningTask, ...] = tuple(
+    task for task in get_args(ReasoningTask) if task != "recall"
+)
 
 # A segment is a quarter of a window and must hold a sentence of any task; besides the question and
 # its answer, a window must hold one segment (tokens).
 # With 512 byte pairs, of 70 tasks with evidence 5 have it in a segment of a window of 32, 37 at 48,
 # and all at 64.
 SMALLEST_WINDOW = 64
+SEGMENTS_PER_WINDOW = 4
+# Room of a window for an answer: three made-up words of four tokens, and the stop.
+ANSWER_TOKENS = 14
 
 
 class AdapterConfig(Section):
@@ -118,8 +126,21 @@ class StageBTraining(Section):
     """Tokens read at a time; null: training.sequence_length."""
     length_ratios: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1, strict=False)
     """Lengths of the texts, used in turn (windows)."""
-    tasks: tuple[ReasoningTask, ...] = Field(get_args(ReasoningTask), min_length=1, strict=False)
-    """Tasks of the texts, used in turn."""
+    tasks: tuple[ReasoningTask, ...] = Field(MADE_UP_TASKS, min_length=1, strict=False)
+    """Tasks of the texts, used in turn; recall is made from text of the corpus."""
+    task_file: str | None = None
+    """Tasks of your own beside these: a file with a JSON object per line (docs/reasoning.md); a
+    tenth of its rows is held out for the evaluation. null: none."""
+    task_file_share: float = Field(0.5, gt=0, le=1)
+    """Share of the texts that are rows of task_file (ratio); 1: no other tasks."""
+    answer_tokens: int = Field(ANSWER_TOKENS, ge=2)
+    """Room of a window for an answer and its stop (tokens)."""
+    segment_tokens: int | None = Field(None, ge=8)
+    """Longest segment of a text, at most a quarter of the window (tokens); null: a quarter of the
+    window, at most 64."""
+    question: Literal["last", "first"] = "last"
+    """Place of the question: last, asked once all is read; first, also before each segment, so that
+    what is stored and under which key follows from it."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
     policy_steps: int = Field(150, ge=0)
