@@ -7,7 +7,7 @@ from cdrmix.config.reasoning import ANSWER_TOKENS
 from cdrmix.errors import DataError
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.reasoning.segments import Texts, cut_segments, make_texts
+from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
 from cdrmix.reasoning.state_rows import select
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
@@ -211,6 +211,10 @@ def test_a_question_that_is_read_first_changes_keys_and_is_not_stored() -> None:
     alone = reader.backbone(torch.tensor([[*head, *text[1]]])).hidden[0, len(head) :]
     bare = reader.read(asking([text], [one]), plastic=False)
     torch.testing.assert_close(bare.hidden[0, 1, :9], alone, atol=1e-5, rtol=0)
+    # fast weights store the segments' tokens alone
+    asked = ask_first(asking([text], [one]), reader.marks, room=32)
+    stored = [row[mask].tolist() for row, mask in zip(asked.tokens[0], asked.mask[0], strict=True)]
+    assert stored == text
     # slots keep segments: with what was read, not with what was asked
     chosen = torch.tensor([[True, False, False]])
     slots = reader.summarise(bare, torch.tensor([0]), chosen)

@@ -10,7 +10,7 @@ import pytest
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.recall import Samples, recall
+from cdrmix.reasoning.recall import Samples, _missing, recall
 from cdrmix.reasoning.tasks import Example, score
 from cdrmix.stage_b.long_context import suite
 from tests.unit.reasoning.small_reader import small_config
@@ -125,3 +125,13 @@ def test_lessons_train_on_the_corpus_and_the_suite_reads_what_is_held_out(
     assert [example.length_ratio for example in examples] == [4, 4] and set(read) == {"held out"}
     bare = Lessons(training, 0, WINDOW, tokenizer)
     assert suite(bare, ["recall"], length_ratios=(4,), num_examples=2) == []
+
+
+def test_a_word_of_the_last_window_is_not_asked_for(made: tuple[Tokenizer, Samples]) -> None:
+    tokenizer, _ = made
+    sentence = "In the morning they saw Baldor from the hill."
+    missing = _missing(sentence, "It is Baldor.", "Nobody came.", tokenizer)
+    assert missing is not None and missing[1] == "Baldor"
+    assert _missing(sentence, "It is Baldor.", "Nobody came to baldor.", tokenizer) is None
+    assert _missing(sentence, "It is far.", "Nobody came.", tokenizer) is None
+    assert _missing(sentence, "Baldor. " * 4, "Nobody came.", tokenizer) is None, "not rare"
