@@ -98,10 +98,11 @@ def _check_lengths(
             f"So it is with {len(too_long)} of {len(rows)} rows. Try "
             f"stage_b.training.answer_tokens={max(answers)}, or shorter answers"
         )
-    head = question_head(window_tokens) - 2 if training.question == "first" else window_tokens
+    head = question_head(window_tokens) - 2
+    is_first = training.question == "first"
     for row in rows:
         length = len(encode(row.example.question))
-        if length > head:
+        if is_first and length > head:
             raise DataError(
                 f"{path}:{row.line}: the question takes {length} tokens, and read before each "
                 f"segment at most {head}. Try stage_b.training.question=last, or a shorter one"

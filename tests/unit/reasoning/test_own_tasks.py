@@ -135,6 +135,8 @@ def test_a_row_that_does_not_fit_is_refused_with_its_line(tmp_path: Path) -> Non
     write_rows(path, question="Which key " + "of all the keys " * 12 + "is it?")
     with pytest.raises(DataError, match=r"tasks.jsonl:1: the question takes \d+ tokens; beside"):
         read(path)
+    with pytest.raises(DataError, match=r"tasks.jsonl:1: .* read before each segment at most 30\."):
+        read(path, question="first")
 
 
 def test_the_first_of_several_right_answers_is_learned(tmp_path: Path) -> None:
