@@ -22,6 +22,7 @@ ReasoningTask = Literal[
     "needle_decoys",
     "needle_haystack",
     "registers",
+    "recall",
 ]
 # Of a run that names none; what came later is asked for by name.
 _DEFAULT_TASKS: tuple[ReasoningTask, ...] = get_args(ReasoningTask)[:8]
@@ -31,6 +32,9 @@ _DEFAULT_TASKS: tuple[ReasoningTask, ...] = get_args(ReasoningTask)[:8]
 # With 512 byte pairs, of 70 tasks with evidence 5 have it in a segment of a window of 32, 37 at 48,
 # and all at 64.
 SMALLEST_WINDOW = 64
+SEGMENTS_PER_WINDOW = 4
+# Room of a window for an answer: three made-up words of four tokens, and the stop.
+ANSWER_TOKENS = 14
 
 
 class AdapterConfig(Section):
@@ -177,8 +181,8 @@ class StageBTraining(Section):
     length_ratios: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1, strict=False)
     """Lengths of the texts, used in turn (windows)."""
     tasks: tuple[ReasoningTask, ...] = Field(_DEFAULT_TASKS, min_length=1, strict=False)
-    """Tasks of the texts, used in turn. needle_decoys, needle_haystack and registers are asked for
-    by name alone."""
+    """Tasks of the texts, used in turn. Asked for by name alone are needle_decoys, needle_haystack,
+    registers, and recall, which is made from text of the corpus."""
     hidden_evidence_share: float | None = Field(None, ge=0, le=1)
     """Share of the answers asked for without their evidence in the window: segments with it are
     summarised, so that slots, fast weights or the recurrent state have to hold it (ratio). null: 0
@@ -187,6 +191,19 @@ class StageBTraining(Section):
     curriculum: float = Field(0.5, ge=0, le=1)
     """Share of the policy's phase over which the lengths enter, evenly, the shortest being there
     from the start (ratio); 0: all are."""
+    task_file: str | None = None
+    """Tasks of your own beside these: a file with a JSON object per line (docs/reasoning.md); a
+    tenth of its rows is held out for the evaluation. null: none."""
+    task_file_share: float = Field(0.5, gt=0, le=1)
+    """Share of the texts that are rows of task_file (ratio); 1: no other tasks."""
+    answer_tokens: int = Field(ANSWER_TOKENS, ge=2)
+    """Room of a window for an answer and its stop (tokens)."""
+    segment_tokens: int | None = Field(None, ge=8)
+    """Longest segment of a text, at most a quarter of the window (tokens); null: a quarter of the
+    window, at most 64."""
+    question: Literal["last", "first"] = "last"
+    """Place of the question: last, asked once all is read; first, also before each segment, so that
+    what is stored and under which key follows from it."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
     policy_steps: int = Field(150, ge=0)

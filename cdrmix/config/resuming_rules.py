@@ -167,6 +167,7 @@ _RULES = {
     "stage_b.policy.value_width": _SHAPE,
     "stage_b.memory.summary_dim": _SHAPE,
     "stage_b.training.tasks": _LESSONS,
+    "stage_b.training.hidden_evidence_share": _LESSONS,
     "stage_b.training.length_ratios": _LESSONS,
     # The ranks refuse it: it takes the place in the course.
     "stage_b.training.curriculum": Rule(
@@ -174,6 +175,14 @@ _RULES = {
     ),
     "stage_b.training.window_tokens": _LESSONS,
     "stage_b.training.texts_per_lesson": _LESSONS,
+    "stage_b.training.answer_tokens": _LESSONS,
+    "stage_b.training.segment_tokens": _LESSONS,
+    "stage_b.training.question": _LESSONS,
+    "stage_b.training.task_file_share": _LESSONS,
+    # Another file is told by its digest, and refused by the ranks.
+    "stage_b.training.task_file": Rule(
+        "free", "the file may move; another one is refused in Stage B"
+    ),
     "stage_b.training.memory_steps": _PHASES,
     "stage_b.training.adapter_steps": _PHASES,
     "stage_b.training.joint_steps": _PHASES,

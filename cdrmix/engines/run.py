@@ -199,6 +199,10 @@ class Stage(Protocol[Batch, Result]):
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint of this stage into the engine; collective."""
 
+    def inputs(self) -> JsonObject:
+        """Entries of a start's record about what is read beside the data set."""
+        return {}
+
     def saved(self, run: Run) -> JsonObject:
         """The stage's entries of a checkpoint's state.json."""
 

@@ -69,6 +69,7 @@ def _describe(run: Run, state: JsonObject | None, hosts: Counter[str]) -> JsonOb
         "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
         **({"plugins": plugins} if (plugins := plugin_digests(plugins_of(config))) else {}),
         "data": describe_data(config, run.stage.corpus),
+        **run.stage.inputs(),
         **({"base": run.base} if run.base else {}),
         "hosts": [{"name": name, "ranks": ranks} for name, ranks in hosts.items()],
         "plan": {

@@ -20,6 +20,7 @@ from cdrmix.planning.hf_rules import WHOLE_MODELS
 from cdrmix.planning.layout import Combination
 from cdrmix.planning.muon import ratio_warning
 from cdrmix.planning.plugin_rules import PLUGIN_RULES
+from cdrmix.planning.reading_rules import READING_RULES
 from cdrmix.planning.recompute_rules import RECOMPUTE_RULES
 from cdrmix.planning.rule import OF_RANKS, THIS_VERSION, Rule
 from cdrmix.planning.suite_rules import SUITE_RULES
@@ -267,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     *BLOCK_RULES,
     *DEPTH_RULES,
     *SUITE_RULES,
+    *READING_RULES,
     *PLUGIN_RULES,
     Rule(
         "moe-with-stage-3",

@@ -346,6 +346,10 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
         | {name: PHASE_STEPS if getattr(training, name) else 0 for name in lengths}
         | {
             "window_tokens": WINDOW_TOKENS,
+            "segment_tokens": None,
+            "answer_tokens": min(WINDOW_TOKENS // 4, training.answer_tokens),
+            # its rows are made for the windows of the plan
+            "task_file": None,
             "length_ratios": LENGTH_RATIOS if max(training.length_ratios) > 1 else (1,),
             "lessons_per_step": slots * degrees.data - (is_uneven and degrees.data > 1),
             "texts_per_lesson": min(TEXTS, training.texts_per_lesson),
@@ -406,6 +410,8 @@ def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Asp
         reduced.append((name, f"{planned_number:,}", f"{number:,}"))
     if there.training.policy_steps:
         reduced.append(("agent", "earns rewards", "untrained, earns none"))
+    if there.training.task_file is not None:
+        reduced.append(("tasks of your own", there.training.task_file, "left out"))
     if examples := config.evaluation.reasoning_examples:
         reduced.append(("tasks at the end", f"{examples} a cell", "left out"))
     reduced.append(("devices and links", "as planned", "processors, gloo"))

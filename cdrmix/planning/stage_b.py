@@ -26,7 +26,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from cdrmix.config.reasoning import PolicyConfig, StageBConfig
+from cdrmix.config.reasoning import (
+    ANSWER_TOKENS,
+    SEGMENTS_PER_WINDOW,
+    PolicyConfig,
+    StageBConfig,
+)
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.activations import SavedActivations
@@ -41,8 +46,7 @@ from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import boundary_values, stage_layers
 from cdrmix.planning.step_time import Work, memory_seconds, ring_bandwidth, seconds_of
 
-LARGEST_SEGMENT = 64  # tokens
-SEGMENTS_PER_WINDOW = 4
+LARGEST_SEGMENT = 64  # tokens, unless another length is given
 # Segments of a text in all phases but the policy's: enough that retrieval can pick a wrong one.
 TRAINED_SEGMENTS = 6
 # Tasks of a lesson for each row of plain text.
@@ -59,9 +63,22 @@ _STATE_BYTES = 4  # fast weights are float32
 _OPTIMIZER_BYTES = 46
 
 
-def segment_tokens(window_tokens: int) -> int:
-    """Length of the longest segment, of which several fit into a window (tokens)."""
-    return min(LARGEST_SEGMENT, window_tokens // SEGMENTS_PER_WINDOW)
+def segment_tokens(window_tokens: int, longest: int | None) -> int:
+    """Length of the longest segment, of which several fit into a window (tokens).
+
+    `longest` is `stage_b.training.segment_tokens`.
+    """
+    most = LARGEST_SEGMENT if longest is None else longest
+    return min(most, window_tokens // SEGMENTS_PER_WINDOW)
+
+
+def question_head(window_tokens: int) -> int:
+    """Room for a question and its marks before each segment, where it is read first (tokens).
+
+    A constant: how much is read before a segment tells in its fast weights, so that a text's would
+    depend on the questions of those beside it.
+    """
+    return min(_QUESTION_TOKENS, window_tokens // 2)
 
 
 def rows_of_text(texts: int) -> int:
@@ -84,7 +101,8 @@ def most_steps(stage_b: StageBConfig, window_tokens: int) -> int:
     # Of two segments beside each other, the first sentence of the second had no room in the first:
     # both together are longer than the longest segment.
     tokens = max(stage_b.training.length_ratios) * window_tokens
-    segments = 2 * -(-tokens // segment_tokens(window_tokens))
+    longest = segment_tokens(window_tokens, stage_b.training.segment_tokens)
+    segments = 2 * -(-tokens // longest)
     return segments + steps_after_question(stage_b.policy)
 
 
@@ -166,15 +184,17 @@ class _Model:
         self._is_frozen = training.backbone_lr_scale == 0
         self._window = training.window_tokens or config.training.sequence_length
         # upper bound of the tokens read in a lesson of the joint phase, the largest phase
-        segment = segment_tokens(self._window)
+        segment = segment_tokens(self._window, training.segment_tokens)
         texts = training.texts_per_lesson
-        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
+        beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
+        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + beside)
         row = row_tokens(self._window, config.training.sequence_length)
         plain = rows_of_text(texts) * row
         # calls of the backbone: segments in turn, both windows at once, windows of a row in turn
         self._calls = TRAINED_SEGMENTS + 1 + -(-row // self._window)
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
-        self._tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window) + plain
+        read = segment + question_head(self._window) * (training.question == "first")
+        self._tokens = texts * (TRAINED_SEGMENTS * read + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
             self._tokens += plain + texts * DRILLS_PER_TASK * window

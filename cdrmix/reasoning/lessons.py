@@ -30,7 +30,10 @@ from cdrmix.planning.stage_b import (
     rows_of_text,
     segment_tokens,
 )
-from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, segment_room
+from cdrmix.reasoning.evidence import is_made_up, kept, spans, unlabelled_windows
+from cdrmix.reasoning.memory_reader import segment_room
+from cdrmix.reasoning.own_tasks import OwnTasks, target
+from cdrmix.reasoning.recall import Samples, recall
 from cdrmix.reasoning.segments import (
     Marks,
     Texts,
@@ -39,7 +42,7 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.tasks import WHOLE_TEXT_TASKS, Example, generate_examples
+from cdrmix.reasoning.tasks import RECALL, WHOLE_TEXT_TASKS, Example, generate_examples
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
 # takes. With a single stray in .3 of the windows, answers beside another key's code were right in
@@ -49,6 +52,9 @@ _STRAYS = (0, 1, 1, 2)
 _SUMMARISED_SHARE = 0.3
 # Most windows by which a text may exceed its length to have room for its task.
 _LONGER_BY = 16
+
+# End of the seed of examples that are evaluated, which training takes none of.
+EVALUATION = "/evaluation"
 
 _SENTENCE_ENDS = (".", "?", "!", "\n")
 
@@ -72,6 +78,9 @@ class Lesson:
     plain: Tensor  # text of the corpus, [n, T + 1] int64; no rows without a corpus
     # windows with their questions, and the answers with the stop, read without any memory
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    # segments of which the reader's own answers say which this retrieval should fetch, [N]; none
+    # where evidence says so, or nothing is sought
+    candidates: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class Lessons:
     # samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out
     rows: Rows | None = None
     num_rows: int = 0  # samples of the corpus
+    held_out: Samples | None = None  # of the corpus, for texts that training does not see
+    own: OwnTasks | None = None  # tasks of the user's
     drills: bool = True  # in lessons of the joint phase
     # of the answers that are asked for without their evidence in the window
     hidden_evidence_share: float = 0.0
@@ -125,10 +136,17 @@ class Lessons:
         # shorter texts have empty segments before them, which shifts their places
         evidence = []
         windows = []
-        for segments, places in tasks:
+        candidates: list[tuple[int, ...]] = []
+        for example, (segments, places) in zip(examples, tasks, strict=True):
             offset = length - len(segments)
             evidence.append(tuple(place + offset for place in places))
+            if phase != "policy" and not places and not is_made_up(example):
+                window, options = self._unlabelled_windows(example, segments, offset, rng)
+                windows.append(window)
+                candidates.append(options)
+                continue
             windows.append(self._windows(range(offset, length), evidence[-1], rng))
+            candidates.append(())
         found, sought, gathered = zip(*windows, strict=True)
         summarised = torch.tensor(
             [[rng.random() < _SUMMARISED_SHARE for _ in range(length)] for _ in examples]
@@ -157,40 +175,53 @@ class Lessons:
             summarised=summarised & (texts.lengths > 0),
             plain=plain,
             drills=self._drills(number, rng) if phase == "joint" and self.drills else (),
+            candidates=tuple(candidates),
         )
 
     def texts(self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[str]) -> Texts:
         """Builds a batch from the segments and the question of each text."""
         ids = [self.tokenizer.encode(question) for question in questions]
-        return make_texts(segments, ids, self.marks, most=segment_tokens(self.window_tokens))
+        return make_texts(segments, ids, self.marks, most=self._segment_tokens)
 
     def segments(self, text: str) -> list[list[int]]:
         """Cuts a text into segments of tokens."""
         ids = self.tokenizer.encode(text)
-        return cut_segments(ids, self.marks, most=segment_tokens(self.window_tokens))
+        return cut_segments(ids, self.marks, most=self._segment_tokens)
 
-    def evidence(self, example: Example, segments: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the places of a task's evidence among its segments, in its order."""
-        # by text, as the tokens of a sentence differ with what stands before it
-        texts = [self.tokenizer.decode(segment) for segment in segments]
+    @property
+    def _segment_tokens(self) -> int:
+        return segment_tokens(self.window_tokens, self.training.segment_tokens)
+
+    def evidence(self, example: Example, texts: Sequence[str]) -> list[int]:
+        """Returns the places of a task's evidence among the texts of its segments, in its order."""
         evidence: list[int] = []
         for line in example.evidence:
             place = next((i for i, text in enumerate(texts) if line in text), None)
             if place is not None and place not in evidence:
                 evidence.append(place)
+            elif place is None and not is_made_up(example):
+                # it is longer than a segment, or is cut by their borders
+                evidence += [each for each in spans(texts, line) if each not in evidence]
         return evidence
 
     def _answer(self, example: Example) -> tuple[int, ...]:
         """Returns the right answer with the stop, cut to the room that windows have for it."""
-        words = self.tokenizer.encode(" ".join(example.answers))
-        return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
+        words = self.tokenizer.encode(target(example))
+        return (*words[: self.training.answer_tokens - 1], self.marks.stop)
 
     def _example(self, use: str, number: int, *, lengths: Sequence[int] | None = None) -> Example:
-        """Makes an example; tasks take turns, and in the policy's phase also lengths.
+        """Makes an example, or takes one of the user's; tasks take turns, and in the policy's phase
+        also lengths.
 
         Elsewhere texts are thinned out, and a length of one window is enough. A task without room
         in its length takes the next one that has room.
         """
+        if self.own is not None:
+            share = self.training.task_file_share
+            place = int(number * share)  # rows of the user's before this one
+            if int((number + 1) * share) > place:
+                return self.own.row(place, f"{self.seed}/{use}")
+            number -= place  # the other tasks take their turns as without them
         tasks = self.training.tasks
         ratios = lengths or self.training.length_ratios
         task = tasks[number % len(tasks)]
@@ -205,15 +236,16 @@ class Lessons:
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Makes example `number` of a task at a length in windows of this tokenizer."""
+        if task == RECALL:
+            return self._recall(seed, number, length_ratio)
         return self._generated(task, seed, number, length_ratio, self.window_tokens)
 
     def _shortest_example(self, task: str, seed: str, number: int) -> Example:
         """Makes an example of as few segments as hold its statements, none of which may go."""
-        size = segment_tokens(self.window_tokens)
         for count in itertools.count(TRAINED_SEGMENTS):
             # Lengths in segments: a text of several windows would end with one of fillers.
             with contextlib.suppress(DataError):
-                return self._generated(task, seed, number, 1, count * size)
+                return self._generated(task, seed, number, 1, count * self._segment_tokens)
         raise AssertionError("a text grows until its statements fit")
 
     def _generated(
@@ -228,18 +260,49 @@ class Lessons:
             count_tokens=lambda text: len(self.tokenizer.encode(text)),
         )
 
+    def _recall(self, seed: str, number: int, length_ratio: int) -> Example:
+        """Makes an example of `recall`, for the evaluation from text that is held out."""
+        samples = self.held_out
+        if not seed.endswith(EVALUATION) and self.rows is not None:
+            samples = Samples(self.rows, self.num_rows)
+        if samples is None:
+            raise DataError(f"{RECALL}: is made from the corpus, and there is none here")
+        return recall(
+            samples,
+            self.tokenizer,
+            number=number,
+            seed=seed,
+            length_ratio=length_ratio,
+            window_tokens=self.window_tokens,
+            answer_tokens=self.training.answer_tokens,
+        )
+
+    def _unlabelled_windows(
+        self, example: Example, segments: Sequence[list[int]], offset: int, rng: random.Random
+    ) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]]:
+        """Returns what `_windows` does for a text without evidence, and the candidates of the
+        retrieval."""
+        texts = [self.tokenizer.decode(segment) for segment in segments]
+        drawn = unlabelled_windows(example, texts, rng)
+        found, gathered, candidates = (tuple(p + offset for p in places) for places in drawn)
+        return (found, -1, gathered), candidates
+
     def _task(
         self, example: Example, rng: random.Random, *, whole: bool
     ) -> tuple[list[list[int]], list[int]]:
         """Returns a task's segments, and the places of its evidence among them, in its order."""
         segments = self.segments(example.text)
-        evidence = self.evidence(example, segments)
-        is_whole = whole or example.task in WHOLE_TEXT_TASKS
+        # by text, as the tokens of a sentence differ with what stands before it
+        texts = [self.tokenizer.decode(segment) for segment in segments]
+        evidence = self.evidence(example, texts)[:TRAINED_SEGMENTS]
+        is_whole = whole or (is_made_up(example) and example.task in WHOLE_TEXT_TASKS)
         if is_whole or len(segments) <= TRAINED_SEGMENTS:
             return segments, evidence
-        others = [place for place in range(len(segments)) if place not in evidence]
-        fillers = rng.sample(others, max(TRAINED_SEGMENTS - len(evidence), 0))
-        order = sorted([*evidence, *fillers])
+        is_bare = not evidence and not is_made_up(example)
+        stay = kept(example, texts, rng) if is_bare else evidence
+        others = [place for place in range(len(segments)) if place not in stay]
+        fillers = rng.sample(others, max(TRAINED_SEGMENTS - len(stay), 0))
+        order = sorted([*stay, *fillers])
         places = {place: index for index, place in enumerate(order)}
         return [segments[place] for place in order], [places[place] for place in evidence]
 
@@ -264,9 +327,12 @@ class Lessons:
         for place in range(count):
             example = self._example("drill", number * count + place)
             segments, evidence = self._task(example, rng, whole=False)
-            *_, gathered = self._windows(range(len(segments)), evidence, rng)
+            if evidence or is_made_up(example):
+                *_, gathered = self._windows(range(len(segments)), evidence, rng)
+            else:
+                (*_, gathered), _ = self._unlabelled_windows(example, segments, 0, rng)
             question = self.tokenizer.encode(example.question)
-            room = segment_room(self.window_tokens, len(question))
+            room = segment_room(self.window_tokens, len(question), self.training.answer_tokens)
             places, _ = fitting([len(segment) for segment in segments], gathered, room)
             held = [segments[each] for each in sorted(places)]
             window = window_tokens(held, question, self.marks)

@@ -22,18 +22,16 @@ from torch import Tensor, nn
 
 from cdrmix.config.reasoning import MemoryPart, StageBConfig
 from cdrmix.models.backbone import Backbone, Output
-from cdrmix.planning.stage_b import segment_tokens
+from cdrmix.planning.stage_b import question_head, segment_tokens
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
-from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
+from cdrmix.reasoning.segments import Asked, Marks, Texts, ask_first, fitting, window_tokens
 from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score, window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
-# Room of a window for its answer: three made-up words of four tokens, and the stop.
-ANSWER_TOKENS = 14
 # Segments are read together in passes of at least so many tokens, each as a document of its own:
 # passes of single segments of small windows would cost more in calls than in arithmetic.
 _LEAST_PASS_TOKENS = 256
@@ -85,7 +83,10 @@ class MemoryReader(nn.Module):
         self.config = stage_b
         self.marks = marks
         self.window_tokens = window_tokens
-        self.segment_tokens = segment_tokens(window_tokens)
+        training = stage_b.training
+        self.segment_tokens = segment_tokens(window_tokens, training.segment_tokens)
+        self.answer_tokens = training.answer_tokens
+        self.asks_first = training.question == "first"
 
     @property
     def backbone(self) -> Backbone:
@@ -124,15 +125,18 @@ class MemoryReader(nn.Module):
         """Reads texts to their end, with fast weights and their local objective if asked for."""
         plastic = plastic and self.has("plastic")
         state = self.plastic.start(len(texts.tokens)) if plastic else None
-        step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
-        every_mask = texts.mask
+        asked = self._asked(texts)
+        inputs = texts.tokens if asked is None else asked.tokens
+        input_mask = texts.mask if asked is None else asked.mask
+        width = inputs.shape[2]
+        step = max(max(self.window_tokens, _LEAST_PASS_TOKENS) // width, 1)
         hidden = []
         correlations = []
         for first in range(0, texts.tokens.shape[1], step):
             part = slice(first, first + step)
-            tokens = texts.tokens[:, part].flatten(1)
+            tokens = inputs[:, part].flatten(1)
             places = torch.arange(tokens.shape[1], device=tokens.device)
-            segments = (places // self.segment_tokens).expand_as(tokens)
+            segments = (places // width).expand_as(tokens)
             if state is None:
                 # as under the memory phase's plain reading, which is cheaper without hooks
                 hidden.append(self.backbone(tokens, segment_ids=segments).hidden)
@@ -141,18 +145,27 @@ class MemoryReader(nn.Module):
                 tokens,
                 state=state,
                 segment_ids=segments,
-                mask=every_mask[:, part].flatten(1),
+                mask=input_mask[:, part].flatten(1),
                 with_correlation=with_correlation,
             )
             state = read.state
             hidden.append(read.output.hidden)
             if read.correlation is not None:
                 correlations.append(read.correlation)
-        every = torch.cat(hidden, dim=1).unflatten(1, texts.tokens.shape[1:])  # [N, L, S, D]
-        pooled = _masked_mean(every, every_mask)
+        every = torch.cat(hidden, dim=1).unflatten(1, inputs.shape[1:])  # [N, L, S, D]
+        if asked is not None:  # of the segments alone
+            index = asked.places.view(len(every), 1, -1, 1)
+            every = every.gather(2, index.expand(-1, every.shape[1], -1, every.shape[3]))
+        pooled = _masked_mean(every, texts.mask)
         keys = self.retrieval.key(pooled.flatten(0, 1).unsqueeze(1)).unflatten(0, pooled.shape[:2])
         correlation = torch.stack(correlations).mean() if correlations else None
         return Reading(texts, every, pooled, keys, state, correlation)
+
+    def _asked(self, texts: Texts) -> Asked | None:
+        """Segments behind their questions, where these are read first."""
+        if not self.asks_first:
+            return None
+        return ask_first(texts, self.marks, room=question_head(self.window_tokens))
 
     def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor | None:
         """Folds chosen segments [n, L] into fresh slots, in their order, [n, slots, width].
@@ -213,7 +226,8 @@ class MemoryReader(nn.Module):
 
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
         """Returns the `fitting` segments for the window of a text, and the room left."""
-        room = segment_room(self.window_tokens, len(texts.questions[row]))
+        question = len(texts.questions[row])
+        room = segment_room(self.window_tokens, question, self.answer_tokens)
         return fitting(texts.lengths[row].tolist(), wanted, room)
 
     def look(
@@ -265,7 +279,7 @@ class MemoryReader(nn.Module):
             # rows that have stopped are decoded on, which keeps the batch whole, and cut below
             stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
             decoded = []
-            for _ in range(ANSWER_TOKENS):
+            for _ in range(self.answer_tokens):
                 output, state = self.look(
                     tokens, slots=own_slots, plastic=state, return_blocks=True
                 )
@@ -275,7 +289,7 @@ class MemoryReader(nn.Module):
                 if bool(stopped.all()):
                     break
                 tokens = next_tokens.unsqueeze(1)
-            rows = torch.stack(decoded, dim=1).tolist()  # [n, <= ANSWER_TOKENS]
+            rows = torch.stack(decoded, dim=1).tolist()  # [n, <= answer_tokens]
             for place, ids in zip(group.tolist(), rows, strict=True):
                 end = ids.index(self.marks.stop) if self.marks.stop in ids else None
                 answers[place] = ids[:end]
@@ -290,9 +304,9 @@ class MemoryReader(nn.Module):
         return self.answer(windows, slots=None, plastic=None)
 
 
-def segment_room(window_tokens: int, question_tokens: int) -> int:
+def segment_room(window_tokens: int, question_tokens: int, answer_tokens: int) -> int:
     """Returns the tokens of segments that fit into a window beside question and answer."""
-    return window_tokens - ANSWER_TOKENS - question_tokens - 2
+    return window_tokens - answer_tokens - question_tokens - 2
 
 
 def _masked_mean(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdrmix.errors import DataError
+
 
 class Marks(NamedTuple):
     """Special tokens of a window."""
@@ -130,3 +132,35 @@ def make_texts(
             tokens[row, place, : len(segment)] = torch.tensor(segment)
             lengths[row, place] = len(segment)
     return Texts(tokens, lengths, tuple(tuple(question) for question in questions))
+
+
+class Asked(NamedTuple):
+    """Segments of texts behind the question of their text, each a document of its own."""
+
+    tokens: Tensor  # [N, L, Q + S] int64, padded at the end of each segment
+    mask: Tensor  # True for the tokens of segments alone, [N, L, Q + S]
+    places: Tensor  # of a segment's tokens, [N, S]
+
+
+def ask_first(texts: Texts, marks: Marks, *, room: int) -> Asked:
+    """Puts the question of each text before each of its segments, between marks, in `room` tokens
+    (Q); segments of texts without a question stand alone. Raises DataError if one is longer."""
+    heads = [(marks.memory, *ids, marks.memory) if ids else () for ids in texts.questions]
+    longest = max(map(len, heads))
+    if longest > room:
+        raise DataError(
+            f"the question takes {longest} tokens with its marks, and where it is read first "
+            f"(stage_b.training.question = first) at most {room}. Ask a shorter one"
+        )
+    device = texts.tokens.device
+    length, size = texts.tokens.shape[1:]
+    starts = torch.tensor([len(head) for head in heads], device=device)
+    # Padding stands behind a segment, never before it: it would alter what is read after it.
+    tokens = F.pad(texts.tokens, (0, room), value=marks.pad)
+    places = starts.unsqueeze(1) + torch.arange(size, device=device)  # [N, S]
+    index = places.unsqueeze(1).expand(-1, length, -1)
+    mask = torch.zeros_like(tokens, dtype=torch.bool).scatter(2, index, texts.mask)
+    tokens = torch.full_like(tokens, marks.pad).scatter(2, index, texts.tokens)
+    for row, head in enumerate(heads):
+        tokens[row, :, : len(head)] = torch.tensor(head, dtype=tokens.dtype, device=device)
+    return Asked(tokens, mask, places)

@@ -1,4 +1,4 @@
-"""Reasoning tasks as texts of a given length, their files, and the checker of answers.
+"""Reasoning tasks as texts of a given length, and the checker of answers; files: `task_files`.
 
 Needles, variable tracking, common words and look-ups follow the kinds of RULER (2404.06654), with
 words made of syllables instead of essays, so that no data set is needed. A task is statements and a
@@ -8,21 +8,21 @@ training and the score of evaluation.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from cdrmix.errors import DataError
-from cdrmix.monitoring.sinks import write_text_atomic
+from cdrmix.reasoning.answers import exact_match, token_f1
 
-Match = Literal["all", "any"]
+# all, any: single words, each with its share, or one enough. exact, f1: phrases, the best of them.
+Match = Literal["all", "any", "exact", "f1"]
+# Task made from text of the corpus (`recall`), which the kinds here do not need.
+RECALL = "recall"
 CountTokens = Callable[[str], int]
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
@@ -216,8 +216,8 @@ class Example:
     length_ratio: int  # length of the text in windows
     text: str  # read before the question
     question: str  # at the end of the text
-    answers: tuple[str, ...]  # right words
-    match: Match  # all: every answer counts its share; any: one is enough
+    answers: tuple[str, ...]  # right words; phrases where `match` is exact or f1
+    match: Match
     # sentences of the text from which the answer follows, in the order in which one leads to the
     # next; used by training, not by evaluation
     evidence: tuple[str, ...] = ()
@@ -227,8 +227,13 @@ def score(example: Example, answer: str) -> float:
     """Scores an answer, 0 to 1, as reward and for evaluation.
 
     Words are compared whole and without case. Only twice as many words as there are right ones
-    count, so that listing everything earns no more than the beginning of the list.
+    count, so that listing everything earns no more than the beginning of the list. Phrases are
+    compared as `answers` says.
     """
+    if example.match == "exact":
+        return exact_match(example.answers, answer)
+    if example.match == "f1":
+        return token_f1(example.answers, answer)
     right_words = [word.lower() for word in example.answers]
     words_read = re.findall(r"\w+", answer.lower())[: 2 * len(right_words)]
     right = [word in words_read for word in right_words]
@@ -237,9 +242,10 @@ def score(example: Example, answer: str) -> float:
 
 def check_task(task: str) -> None:
     """Raises DataError if there is no such task."""
-    if task not in KINDS:
-        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, KINDS, n=1))
-        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(KINDS)}")
+    known = (*KINDS, RECALL)
+    if task not in known:
+        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, known, n=1))
+        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(known)}")
 
 
 def generate_examples(
@@ -324,82 +330,3 @@ def _lay_out(
     for offset, (place, line) in enumerate(zip(places, puzzle.statements, strict=True)):
         before.insert(place + offset, line)
     return before + last
-
-
-def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Writes one JSON object per line; raises StateError if the file cannot be written."""
-    rows = [json.dumps(dataclasses.asdict(example)) + "\n" for example in examples]
-    write_text_atomic(path, "".join(rows))
-
-
-def read_examples(
-    path: Path, *, check: Callable[[Example], None] = lambda example: None
-) -> list[Example]:
-    """Reads a file of `write_examples`, or one of the user's of the same form.
-
-    `check` raises ValueError for an example that the caller cannot use.
-
-    Raises:
-        DataError: naming the line, if the file or a row cannot be used.
-    """
-    try:
-        # not splitlines, which also splits at separators of Unicode that JSON strings may hold
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise DataError(f"{path}: {reason}") from None
-    examples = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            example = _parse(json.loads(line))
-            check(example)
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            if isinstance(error, json.JSONDecodeError):
-                reason = f"{error.msg} at column {error.colno}"
-            keys = ", ".join(field.name for field in dataclasses.fields(Example))
-            raise DataError(
-                f"{path}:{number}: {reason}. A row is a JSON object with {keys}"
-            ) from None
-        examples.append(example)
-    if not examples:
-        raise DataError(f"{path}: no rows")
-    return examples
-
-
-def _parse(row: object) -> Example:
-    if not isinstance(row, dict):
-        raise TypeError(f"a row is {type(row).__name__}, not an object")
-    kinds = {"task": str, "length_ratio": int, "text": str, "question": str, "answers": list}
-    kinds["match"] = str
-    for name, kind in kinds.items():
-        if name not in row:
-            raise ValueError(f"{name} is missing")
-        # not isinstance, by which True would be a number
-        if type(row[name]) is not kind:
-            raise TypeError(f"{name} is {row[name]!r}, not {kind.__name__}")
-    if unknown := sorted(row.keys() - kinds.keys() - {"evidence"}):
-        raise ValueError(f"unknown keys {unknown}")
-    for name in ("task", "text", "question"):
-        if not row[name].strip():
-            raise ValueError(f"{name} is empty")
-    if row["length_ratio"] < 1:
-        raise ValueError(f"length_ratio is {row['length_ratio']}; allowed is a number from 1")
-    if row["match"] not in get_args(Match):
-        raise ValueError(f"match is {row['match']!r}; allowed are {', '.join(get_args(Match))}")
-    evidence = row.get("evidence", [])
-    if not isinstance(evidence, list) or not all(type(line) is str for line in evidence):
-        raise TypeError(f"evidence is {evidence!r}, not a list of sentences")
-    answers = row["answers"]
-    if not answers or not all(type(word) is str and word for word in answers):
-        raise ValueError(f"answers are {answers!r}; at least one word is needed")
-    for word in answers:
-        # `score` compares single words, so that others would never be right
-        if not re.fullmatch(r"\w+", word):
-            raise ValueError(
-                f"answer {word!r} is no single word of letters and digits, as they are compared; "
-                "give each word of it as an answer of its own"
-            )
-    return Example(**{**row, "answers": tuple(answers), "evidence": tuple(evidence)})

@@ -32,6 +32,7 @@ from cdrmix.data.replay import check_tokenizers, open_old
 from cdrmix.data.sample import sample_folder
 from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
@@ -47,6 +48,7 @@ from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.hooks.source import check_sources
 from cdrmix.planning.profile import check_legal
+from cdrmix.reasoning.own_tasks import read_own_tasks
 from cdrmix.tracking.choice import check_trackers
 
 # A second's worth of reading: the weights of a small model, not those of a large one.
@@ -90,6 +92,8 @@ def check_start(
         configured_retention(config.checkpoint)
         _check_profile(config, world_size=world_size)
     found += [*_data_problems(config), *_suite_problems(config)]
+    with _noted(found):
+        _check_task_file(config)
     if config.cpt is not None:
         found += _old_data_problems(config, config.cpt)
     with _noted(found):
@@ -211,6 +215,22 @@ def _old_data_problems(config: Config, cpt: CptConfig) -> list[TrainingError]:
                 if name in cpt.old_data:
                     TokenDataset(each, "validation", length)
     return found
+
+
+def _check_task_file(config: Config) -> None:
+    """Refuses a file of tasks of the user's with a row that Stage B cannot use."""
+    if config.stage_b is None or config.training.stage == "a":
+        return
+    training = config.stage_b.training
+    is_sample = config.data.path == SAMPLE
+    folder = sample_folder(config.model.vocab_size) if is_sample else Path(config.data.path)
+    encode = None
+    # Without a tokenizer yet, rows are measured by the ranks, which make or copy the data set.
+    if training.task_file is not None and "://" not in config.data.path and folder.is_dir():
+        with contextlib.suppress(DataError):  # told by `_data_problems`
+            encode = load_tokenizer(folder).encode
+    window_tokens = training.window_tokens or config.training.sequence_length
+    read_own_tasks(training, window_tokens=window_tokens, encode=encode)
 
 
 def _suite_problems(config: Config) -> list[TrainingError]:

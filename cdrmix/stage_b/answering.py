@@ -111,6 +111,11 @@ def answer_with(
             "reading with memory takes a text and a question: give --prompt or --file, and "
             "--question. With --index one of the two is enough"
         )
+    if lasting is not None and loaded.reader.asks_first:
+        raise DataError(
+            "this model reads the question before the text (stage_b.training.question = first): "
+            "what it writes is of use to that question alone. Leave --index out"
+        )
     if not segments and not question_ids:
         raise DataError(
             "an index takes a text to read, a question, or both: give --prompt or --file, or "

@@ -89,6 +89,7 @@ def _check(
             f"{source.path}: its backbone has another architecture: {listed}. Try the values "
             "there, or the run of a Stage A with those here"
         )
+    _warn_of_window(config, state, source)
     if state.get("stage") != "b":
         # By its own configuration: a Stage A of this one may be longer or shorter.
         length = Config.model_validate(state["config"]).training.num_steps
@@ -112,6 +113,20 @@ def _check(
         raise StateError(
             f"{source.path}: its backbone has another tokenizer: sha256 {theirs} there, {ours} "
             f"here ({manifest.tokenizer.file}). Try data built with the tokenizer there"
+        )
+
+
+def _warn_of_window(config: Config, state: dict[str, Any], source: FoundCheckpoint) -> None:
+    """Warns of a backbone that was trained on shorter windows than Stage B reads."""
+    assert config.stage_b is not None, "Stage B has its section"
+    window = config.stage_b.training.window_tokens or config.training.sequence_length
+    learned = state["config"]["training"]["sequence_length"]
+    if window > learned:
+        logger.warning(
+            "warning: %s: its backbone was trained on %d tokens at a time, and Stage B reads "
+            "windows of %d: it has never seen the end of one. Try "
+            "stage_b.training.window_tokens=%d",
+            *(source.path, learned, window, learned),
         )
 
 

@@ -211,8 +211,9 @@ class Controls:
         length = self._texts.tokens.shape[1]
         for row, example in enumerate(self._examples):
             count = int(self._texts.num_segments[row])
+            decode = self._lessons.tokenizer.decode
             segments = [self._texts.segment(row, length - count + n) for n in range(count)]
-            places = self._lessons.evidence(example, segments)
+            places = self._lessons.evidence(example, [decode(each) for each in segments])
             if not places:
                 return None
             chosen.append([length - count + place for place in places])

@@ -33,7 +33,7 @@ from cdrmix.checkpoint.fragments import (
     part_of,
     reader_logical_name,
 )
-from cdrmix.config.reasoning import Phase, StageBConfig, StageBTraining
+from cdrmix.config.reasoning import ANSWER_TOKENS, Phase, StageBConfig, StageBTraining
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
@@ -49,8 +49,16 @@ _SETTINGS = {
     "seed": "training.seed",
     "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
 }
-# What fields were before there was a choice.
-_OLDER = {"curriculum": 0.0}
+# Values of fields that positions of earlier versions do not have: what all lessons had then.
+_BEFORE = {
+    "curriculum": 0.0,
+    "hidden_evidence_share": None,
+    "task_file": None,
+    "task_file_share": None,
+    "answer_tokens": ANSWER_TOKENS,
+    "segment_tokens": None,
+    "question": "last",
+}
 
 
 @dataclass
@@ -63,6 +71,7 @@ class LessonLoader:
     world_size: int  # number of these processes
     manifest_digest: str  # of the data set with the texts and the tokenizer
     seed: int  # of the lessons
+    task_file: str | None = None  # sha256 of the tasks of the user's; None without
     is_shared: bool = False  # other ranks take the same lessons, and play them with this one
     samples_consumed: int = 0  # lessons handed out so far, to all ranks
     _steps: int = 0
@@ -101,8 +110,15 @@ class LessonLoader:
             "tasks": list(training.tasks),
             "length_ratios": list(training.length_ratios),
             "curriculum": training.curriculum,
+            "hidden_evidence_share": training.hidden_evidence_share,
             "window_tokens": training.window_tokens,
             "texts_per_lesson": training.texts_per_lesson,
+            "answer_tokens": training.answer_tokens,
+            "segment_tokens": training.segment_tokens,
+            "question": training.question,
+            # By its content, as the file may move.
+            "task_file": self.task_file,
+            "task_file_share": None if self.task_file is None else training.task_file_share,
             "phases": [[phase, length] for phase, length in training.phases],
         }
 
@@ -112,7 +128,7 @@ class LessonLoader:
         for key, ours in self.state_dict().items():
             if key in ("samples_consumed", "steps"):
                 continue
-            saved = state.get(key, _OLDER.get(key, ours))  # an older version saved fewer fields
+            saved = state.get(key, _BEFORE.get(key, ours))  # an older version saved fewer fields
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
                 there, here = (
@@ -319,6 +335,14 @@ class StageB(Stage[list[Any], LessonResult]):
         others = {name for name in reader.names() if name in held or not is_stage_b(name)} - own
         engine_state.load_engine(run.engine, reader, reader_logical_name, others=others)
         self._is_backbone_trained = reader.state["stage_b"]["is_backbone_trained"]
+
+    def inputs(self) -> JsonObject:
+        """Tasks of the user's, if there are some, with the digest of their file."""
+        own = self.course.lessons.own
+        if own is None:
+            return {}
+        rows = {"train_rows": len(own.train), "held_out_rows": len(own.held_out)}
+        return {"task_file": {"file": str(own.path.absolute()), "digest": own.digest, **rows}}
 
     def saved(self, run: Run) -> JsonObject:
         """Origin of the backbone, and whether Stage B has changed it."""

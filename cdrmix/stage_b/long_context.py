@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,22 @@ import torch
 from cdrmix.checkpoint import plain_module
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.monitoring.suite_results import bootstrap_interval
-from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.lessons import EVALUATION, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
+from cdrmix.reasoning.own_tasks import OwnTasks, read_own_tasks, target
 from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
+from cdrmix.reasoning.recall import Samples
 from cdrmix.reasoning.state_rows import moved
-from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
+from cdrmix.reasoning.task_files import read_examples, write_examples
+from cdrmix.reasoning.tasks import RECALL, Example, check_task
 from cdrmix.stage_b.controls import CONTROLS, Answers, Controls, ControlScore, summary
 from cdrmix.stage_b.phases import grade_by
 
@@ -87,6 +91,49 @@ def reader_of(trained: TrainedModel, *, accept_threshold: float | None = None) -
         reader.to(trained.model.device)
         plain_module.load_module(reader, checkpoint, reader_logical_name)
     return TrainedReader(trained, reader.eval(), lessons)
+
+
+def with_held_out(loaded: TrainedReader, *, data: Path | None) -> TrainedReader:
+    """Gives a reader what training held out, for the suite: text of the corpus in the folder
+    `data`, for the task `recall`, and rows of the run's `task_file`.
+
+    Warns of what is not there, or is not what the run learned from, and leaves it out.
+    """
+    lessons = loaded.lessons
+    config = loaded.trained.config
+    samples = None
+    own = None
+    try:
+        if RECALL in lessons.training.tasks:
+            if data is None:
+                raise DataError("the data set of the run is not here. Try --data")
+            dataset = TokenDataset(data, "validation", config.training.sequence_length)
+            samples = Samples(dataset.rows, dataset.num_samples)
+    except DataError as error:
+        logger.warning("warning: %s is left out: %s", RECALL, error)
+    try:
+        own = read_own_tasks(
+            lessons.training,
+            window_tokens=lessons.window_tokens,
+            encode=lessons.tokenizer.encode,
+        )
+        if own is not None:
+            _check_learned(loaded.trained.checkpoint, own)
+    except DataError as error:
+        logger.warning("warning: rows held out of task_file are left out: %s", error)
+        own = None
+    return replace(loaded, lessons=replace(lessons, held_out=samples, own=own))
+
+
+def _check_learned(checkpoint: Path, own: OwnTasks) -> None:
+    """Raises DataError if a file of tasks is not the one that a run learned from."""
+    with CheckpointFile(checkpoint) as file:
+        learned = str(file.state.get("loader", {}).get("task_file"))
+    if learned != own.digest:
+        raise DataError(
+            f"{own.path}: is not the file that the run learned from: sha256 {learned[:12]} there, "
+            f"{own.digest[:12]} here"
+        )
 
 
 @dataclass(frozen=True)
@@ -182,18 +229,55 @@ def evaluate_reasoning(
     lessons = loaded.lessons
     if file is not None:
         examples = read_examples(file, check=lambda each: check_room(lessons, each.question))
+        for warning in _answer_warnings(lessons, file, examples):
+            logger.warning("warning: %s", warning)
     else:
-        tasks = lessons.training.tasks
+        tasks = made_up(lessons)
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
+        for cell in held_out_cells(lessons, num_examples=num_examples):
+            examples += cell
     if written is not None:
         write_examples(written, examples)
     return score_examples(loaded.reader, lessons, examples, branches=branches, controls=controls)
 
 
+def made_up(lessons: Lessons) -> tuple[str, ...]:
+    """Tasks of a run that are not of a user's file."""
+    is_left_out = lessons.training.task_file is not None and lessons.training.task_file_share == 1
+    return () if is_left_out else lessons.training.tasks
+
+
+def held_out_cells(lessons: Lessons, *, num_examples: int) -> list[list[Example]]:
+    """Rows of a user's file that training did not see, by task and length, the first
+    `num_examples` of each; none without a file."""
+    cells: dict[tuple[str, int], list[Example]] = {}
+    for example in lessons.own.held_out if lessons.own else ():
+        # A row of its own in the table, whatever it is called.
+        suffix = " (task_file)" if example.task in made_up(lessons) else ""
+        named = replace(example, task=f"{example.task}{suffix}")
+        cell = cells.setdefault((named.task, named.length_ratio), [])
+        if len(cell) < num_examples:
+            cell.append(named)
+    return list(cells.values())
+
+
+def _answer_warnings(lessons: Lessons, file: Path, examples: Sequence[Example]) -> list[str]:
+    """Warnings about answers that are longer than what the reader may say."""
+    most = lessons.training.answer_tokens
+    lengths = [len(lessons.tokenizer.encode(target(example))) + 1 for example in examples]
+    too_long = sum(length > most for length in lengths)
+    if not too_long:
+        return []
+    return [
+        f"{file}: {too_long} of {len(examples)} answers take more than the {most} tokens that this "
+        f"model says at most (stage_b.training.answer_tokens), up to {max(lengths)}"
+    ]
+
+
 def check_room(lessons: Lessons, question: str) -> None:
     """Raises ValueError if a window has no room for a question."""
     count = len(lessons.tokenizer.encode(question))
-    room = segment_room(lessons.window_tokens, count)
+    room = segment_room(lessons.window_tokens, count, lessons.training.answer_tokens)
     if room < 0:
         raise ValueError(
             f"question takes {count} tokens, {-room} more than a window of "
@@ -225,7 +309,7 @@ def suite(
         for number in range(_TRIES_PER_EXAMPLE * num_examples):
             try:
                 # A seed of its own: lessons of training are drawn from others.
-                examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
+                examples.append(lessons.example(task, f"{lessons.seed}{EVALUATION}", number, ratio))
             except DataError as error:
                 misfit = error
             if len(examples) == num_examples:

@@ -37,6 +37,7 @@ from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
+from cdrmix.reasoning.own_tasks import OwnTasks
 from cdrmix.reasoning.policy import (
     Action,
     Advantages,
@@ -46,8 +47,11 @@ from cdrmix.reasoning.policy import (
     roll_out,
 )
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
+from cdrmix.reasoning.recall import Samples
 from cdrmix.reasoning.state_rows import moved, select
 from cdrmix.reasoning.tasks import Example, score
+from cdrmix.stage_b.answer_rows import rows_with_answers
+from cdrmix.stage_b.likelihood import preferences
 
 
 class StepMean(NamedTuple):
@@ -105,7 +109,7 @@ def _task_losses(
     seeking = reader.windows(lesson.texts, rows, lesson.found)
     answering = reader.windows(lesson.texts, rows, lesson.gathered)
     windows = zip(answering.tokens.tolist(), answering.lengths.tolist(), strict=True)
-    tokens, labels = _rows_with_answers(
+    tokens, labels = rows_with_answers(
         [ids[:length] for ids, length in windows], lesson.answers, answering.tokens.device
     )
     # Both kinds of windows pass through the reader at once, padded to one width.
@@ -121,8 +125,14 @@ def _task_losses(
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
+    # The adapters' phase, the one without slots, does not learn to retrieve.
+    preferred = preferences(reader, reading, lesson) if slots else None
     retrieval, recall = retrieval_loss(
-        reading, queries, lesson, temperature=reader.config.memory.contrastive_temperature
+        reading,
+        queries,
+        lesson,
+        preferred=preferred,
+        temperature=reader.config.memory.contrastive_temperature,
     )
     chosen = hidden[count:, : labels.shape[1]]
     answer = _answer_loss(reader, chosen, labels)
@@ -134,9 +144,7 @@ def _task_losses(
     losses = {"retrieval": retrieval, "answer": answer}
     if reading.correlation is not None:
         losses["correlation"] = reading.correlation / count
-    metrics: LessonMetrics = {"answered": right}
-    if recall is not None:
-        metrics["recall"] = recall
+    metrics = {"answered": right, **recall}
     return losses, metrics
 
 
@@ -151,30 +159,63 @@ def _answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor
 
 
 def retrieval_loss(
-    reading: Reading, queries: Tensor, lesson: Lesson, *, temperature: float
-) -> tuple[Tensor, Tensor | None]:
-    """InfoNCE of the segments sought among all segments of the lesson, and recall at 1.
+    reading: Reading,
+    queries: Tensor,
+    lesson: Lesson,
+    *,
+    preferred: Tensor | None,
+    temperature: float,
+) -> tuple[Tensor, LessonMetrics]:
+    """InfoNCE of the segments sought among all segments of the lesson, and shares of texts whose
+    nearest segment is the right one: `recall` by labels, `agreement` by `preferences`.
 
-    Segments already in the window are excluded, as when memory is read. Without a task that has
-    evidence to look for, the loss is 0 and recall None.
+    Segments already in the window are excluded, as when memory is read, and so are those of other
+    rows with the same text. Without a task that looks for something, the loss is 0.
+
+    Args:
+        preferred: soft targets of texts without labels, [N, L]; None without such texts.
     """
     length = reading.keys.shape[1]
-    seekers = torch.nonzero(lesson.sought >= 0).flatten()
+    is_sought = lesson.sought >= 0
+    if preferred is not None:
+        is_sought = is_sought | preferred.any(1)
+    seekers = torch.nonzero(is_sought).flatten()
     if len(seekers) == 0:
-        return queries.sum() * 0.0, None  # zero, and still a part of the graph
+        return queries.sum() * 0.0, {}  # zero, and still a part of the graph
     scores = queries[seekers] @ reading.keys.flatten(0, 1).transpose(0, 1) / temperature
     # Empty segments pad the shorter texts of a lesson.
     is_segment = reading.texts.lengths.flatten() > 0
     allowed = is_segment.expand(len(seekers), -1).clone()
+    texts = [example.text for example in lesson.examples]
     for place, row in enumerate(seekers.tolist()):
         for segment in lesson.found[row]:
             allowed[place, row * length + segment] = False
-    target = seekers * length + lesson.sought[seekers]
+        # Other questions about one text have the segments sought here, too, which are not wrong.
+        for other, text in enumerate(texts):
+            if other != row and text == texts[row]:
+                allowed[place, other * length : (other + 1) * length] = False
     scores = scores.masked_fill(~allowed, -torch.inf)
-    # Recall is measured as memory is read: among the segments of one text.
+    # Measured as memory is read: among the segments of one text.
     in_own_text = scores.view(len(seekers), -1, length)[torch.arange(len(seekers)), seekers]
-    recall = (in_own_text.argmax(1) == lesson.sought[seekers]).float().mean()
-    return F.cross_entropy(scores, target), recall.detach()
+    nearest = in_own_text.argmax(1)
+    sought = lesson.sought[seekers]
+    labelled = sought >= 0
+    right = (nearest == sought).float()
+    metrics: LessonMetrics = {}
+    if bool(labelled.any()):
+        metrics["recall"] = right[labelled].mean().detach()
+    if preferred is None:
+        return F.cross_entropy(scores, seekers * length + sought), metrics
+    wanted = preferred[seekers]
+    agrees = (nearest == wanted.argmax(1)).float()
+    metrics["agreement"] = agrees[~labelled].mean().detach()
+    one_hot = F.one_hot(sought.clamp(min=0), length).to(wanted.dtype)
+    wanted = torch.where(labelled.unsqueeze(1), one_hot, wanted)
+    target = wanted.new_zeros(len(seekers), scores.shape[1])
+    target.view(len(seekers), -1, length)[torch.arange(len(seekers)), seekers] = wanted
+    # Of a segment that may not be found the target is 0, and 0 times -inf is no number.
+    nats = scores.log_softmax(1).masked_fill(~allowed, 0.0)
+    return -(target * nats).sum(1).mean(), metrics
 
 
 def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool) -> Tensor:
@@ -214,7 +255,7 @@ def _backbone_losses(
     weight = reader.backbone.embedding.weight
     if lesson.drills:
         questions, answers = zip(*lesson.drills, strict=True)
-        tokens, labels = _rows_with_answers(questions, answers, weight.device)
+        tokens, labels = rows_with_answers(questions, answers, weight.device)
         losses["drill"] = _answer_loss(reader, reader.backbone(tokens).hidden, labels)
     if len(lesson.plain):
         output: Output = reader.backbone(lesson.plain[:, :-1])
@@ -230,21 +271,6 @@ def _backbone_losses(
                 of_part = balance + sizes.z_loss_weight * parts.z
                 router = of_part if router is None else router + of_part
     return losses, router
-
-
-def _rows_with_answers(
-    windows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Tokens of windows with their answers behind them, and labels at the answers alone, [n, T]."""
-    width = max(len(ids) + len(answer) for ids, answer in zip(windows, answers, strict=True)) - 1
-    # The last token of an answer is only a label: nothing is predicted from it.
-    tokens = torch.zeros(len(windows), width, dtype=torch.int64)
-    labels = torch.full_like(tokens, IGNORED_LABEL)
-    for row, (ids, answer) in enumerate(zip(windows, answers, strict=True)):
-        end = len(ids) + len(answer) - 1
-        tokens[row, :end] = torch.tensor([*ids, *answer[:-1]])
-        labels[row, len(ids) - 1 : end] = torch.tensor(answer)
-    return tokens.to(device), labels.to(device)
 
 
 @dataclass(frozen=True)
@@ -360,8 +386,9 @@ class Course:
         return loss, metrics
 
 
-def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
-    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
+def make_course(config: Config, backbone: Backbone, corpus: Corpus, own: OwnTasks | None) -> Course:
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone;
+    `own` are the tasks of its `task_file`."""
     stage_b = stage_b_section(config)
     lessons = Lessons(
         stage_b.training,
@@ -371,6 +398,8 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
         rows=corpus.train.rows,
         num_rows=corpus.train.num_samples,
         hidden_evidence_share=hidden_evidence_share(stage_b),
+        held_out=Samples(corpus.validation.rows, corpus.validation.num_samples),
+        own=own,
     )
     window_tokens = lessons.window_tokens
     reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)

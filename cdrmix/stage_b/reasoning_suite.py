@@ -65,12 +65,19 @@ class Reasoning:
         The rows of the standard suite are kept as RUN_DIR/reasoning.json too. Raises ConfigError
         for a model that is spread over ranks, StateError for one without memory.
         """
-        from cdrmix.stage_b.long_context import evaluate_reasoning, reader_of, store_rows
+        from cdrmix.stage_b.long_context import (
+            evaluate_reasoning,
+            reader_of,
+            store_rows,
+            with_held_out,
+        )
 
         options = request.options
         trained = _trained(judged)
         threshold = options.get("accept_threshold")
         loaded = reader_of(trained, accept_threshold=threshold)
+        if request.tasks is None:
+            loaded = with_held_out(loaded, data=judged.data)
         written = options.get("write_tasks")
         branches = bool(options.get("branches"))
         evaluated = evaluate_reasoning(
@@ -115,6 +122,7 @@ class Reasoning:
             settings={
                 "seed": loaded.lessons.seed,
                 "window_tokens": loaded.lessons.window_tokens,
+                "task_file": own.digest if (own := loaded.lessons.own) else None,
                 "tasks": None if request.tasks is None else str(request.tasks),
                 "branches": branches,
                 "accept_threshold": threshold,

@@ -13,23 +13,33 @@ from functools import partial
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.config.schema import Config
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
 from cdrmix.engines.recovery import state_of, write_record
 from cdrmix.engines.run import Run, Start, make_run
 from cdrmix.engines.run_directory import METRICS
-from cdrmix.engines.training_data import open_corpus
+from cdrmix.engines.training_data import Corpus, check_same, open_corpus
 from cdrmix.log import get_logger
 from cdrmix.monitoring.report import write_report
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
+from cdrmix.reasoning.own_tasks import OwnTasks, read_own_tasks
+from cdrmix.reasoning.tasks import Example
 from cdrmix.stage_b import long_context
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
 from cdrmix.stage_b.engine import LessonLoader, StageB
-from cdrmix.stage_b.long_context import Evaluated, Row, score_examples, suite
+from cdrmix.stage_b.long_context import (
+    Evaluated,
+    Row,
+    held_out_cells,
+    made_up,
+    score_examples,
+    suite,
+)
 from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
 from cdrmix.stage_b.phases import Course, make_course, stage_b_section
 
@@ -68,6 +78,7 @@ def _set_up(
     settings = stage_b_section(config)
     training = settings.training
     corpus = open_corpus(config, sample=start.sample)
+    own = _own_tasks(config, corpus)
     topology = make_topology(plan.degrees)
     start.start_up.done("data")
     source = checkpoint if resumes else None
@@ -80,7 +91,7 @@ def _set_up(
         state = reader.state
         if reader.has_average:
             logger.info("Stage B: it begins with the trained weights, not with their average")
-    course = make_course(config, backbone, corpus)
+    course = make_course(config, backbone, corpus, own)
     clip = Clip(config, topology)
     start.start_up.done("model")
     of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
@@ -106,6 +117,7 @@ def _set_up(
         world_size=plan.degrees.data,
         manifest_digest=manifest_digest(corpus.manifest),
         seed=config.training.seed,
+        task_file=None if own is None else own.digest,
         is_shared=plan.degrees.pipeline > 1,
     )
     # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
@@ -114,6 +126,23 @@ def _set_up(
     num_steps = first_step + training.num_steps
     stage = StageB(course, settings, clip, loader, corpus, first_step, num_steps, origin)
     return make_run(start, topology, engine, stage, first_step=first_step), course
+
+
+def _own_tasks(config: Config, corpus: Corpus) -> OwnTasks | None:
+    """Reads the tasks of the user's, equal on all ranks, and tells what is odd; collective."""
+    training = stage_b_section(config).training
+    window = training.window_tokens or config.training.sequence_length
+    encode = corpus.tokenizer.encode
+    own = runtime.together(lambda: read_own_tasks(training, window_tokens=window, encode=encode))
+    if own is not None:
+        check_same("files of tasks", "sha256", own.digest)
+        logger.info(
+            "Stage B: %s: %d rows to train on, %d held out, sha256 %s",
+            *(own.path, len(own.train), len(own.held_out), own.digest[:12]),
+        )
+        for warning in own.warnings:
+            logger.warning("warning: %s", warning)
+    return own
 
 
 def finish_stage_b(run: Run, course: Course) -> None:
@@ -159,7 +188,7 @@ def finish_stage_b(run: Run, course: Course) -> None:
 def _reasoning(run: Run, course: Course) -> list[Row]:
     """Rows of the suite on every rank, a cell of the table per data rank at a time."""
     count = run.config.evaluation.reasoning_examples
-    tasks = course.lessons.training.tasks
+    tasks = made_up(course.lessons)
     if count == 0:
         return []
     # After the last step: nothing is trained from here on.
@@ -167,18 +196,24 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     rows = list[Row]()
     topology = run.topology
     # Cells of one length take about as long, so that ranks of a round wait little.
-    cells = [(task, ratio) for ratio in long_context.LENGTH_RATIOS for task in tasks]
+    cells: list[tuple[str, int] | list[Example]] = [
+        (task, ratio) for ratio in long_context.LENGTH_RATIOS for task in tasks
+    ]
+    own = held_out_cells(course.lessons, num_examples=count)
+    cells += own
 
     def score(place: int) -> list[Row]:
         if place >= len(cells):  # the last round has fewer cells than ranks
             return []
-        task, ratio = cells[place]
-        examples = suite(course.lessons, [task], length_ratios=(ratio,), num_examples=count)
-        return score_examples(reader, course.lessons, examples).rows
+        cell = cells[place]
+        if isinstance(cell, tuple):
+            cell = suite(course.lessons, [cell[0]], length_ratios=cell[1:], num_examples=count)
+        return score_examples(reader, course.lessons, cell).rows
 
     for first in range(0, len(cells), topology.degrees.data):
         with run.heartbeat.phase("reasoning"):  # for each round: no limit would fit the whole suite
             scored = runtime.together(partial(score, first + topology.data_rank))
             counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counting) for row in each]
-    return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
+    names = [*tasks, *(cell[0].task for cell in own)]
+    return sorted(rows, key=lambda row: (names.index(row.task), row.length_ratio))

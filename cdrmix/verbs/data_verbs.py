@@ -1,4 +1,4 @@
-"""The verb `cdrmix data`: builds, inspects, verifies and exports token shards.
+"""The verb `cdrmix data`: builds, inspects, verifies and exports token shards, and reads tasks.
 
 The modules that do the work are imported when a verb runs: the help must not wait for them.
 """
@@ -16,9 +16,12 @@ from pathlib import Path
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 from cdrmix.verbs.flags import Verbs, at_least
 
+# Keys of `READERS` in reasoning/public_tasks.py, which the help must not wait for.
+TASK_FORMATS = ("squad", "hotpotqa", "musique", "babilong", "ruler")
+
 
 def add_data(verbs: Verbs) -> None:
-    """Adds `cdrmix data build|inspect|verify|export|sample`."""
+    """Adds `cdrmix data build|inspect|verify|export|sample|tasks`."""
     parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_build(kinds)
@@ -77,6 +80,44 @@ def add_data(verbs: Verbs) -> None:
     flag("--vocab-size", type=int, default=4096, help="slots of its tokenizer; default 4096")
     default = "folder to make; default data/sample-<vocab size>"
     flag("--out", type=Path, metavar="DIR", help=default)
+    _add_tasks(kinds)
+
+
+def _add_tasks(kinds: Verbs) -> None:
+    parser = kinds.add_parser(
+        "tasks",
+        help="make a file of reasoning tasks from one of a published data set",
+        description="Writes the questions of a published file, which is on this machine, as rows "
+        "for stage_b.training.task_file and for --tasks of `cdrmix evaluate --suite reasoning`.",
+    )
+    flag = parser.add_argument
+    flag("--format", choices=TASK_FORMATS, required=True, help="format of the file")
+    flag("--file", type=Path, metavar="FILE", required=True, help="file to read")
+    flag("--out", type=Path, metavar="TASKS", required=True, help="file to write, JSONL")
+    flag("--limit", type=at_least(1), metavar="N", help="most rows; default all")
+    window = (
+        "length_ratio is the length of a text in such windows, guessed at four characters a token, "
+        "as a power of two; default 1 for all"
+    )
+    flag("--window-tokens", type=at_least(1), metavar="W", help=window)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.reasoning.public_tasks import convert
+        from cdrmix.reasoning.task_files import write_examples
+
+        found = convert(
+            arguments.format,
+            arguments.file,
+            window_tokens=arguments.window_tokens,
+            limit=arguments.limit,
+        )
+        write_examples(arguments.out, found.examples)
+        left_out = ""
+        if found.num_unanswerable:
+            left_out = f"; {found.num_unanswerable:,} questions without an answer left out"
+        print(f"{arguments.out}: {len(found.examples):,} rows{left_out}")
+
+    parser.set_defaults(run=run)
 
 
 def _of_folder(

@@ -35,8 +35,8 @@ def binding_rows(result: dict[str, Any]) -> list[str]:
         "most .15 with plasticity off or the fast weights of another sequence (by chance .06), at "
         "most 2 for the largest fast weight, 120 s.",
         "",
-        "| rank | pairs | seed | right | gap x8 | plastic off | weights of another | largest weight "
-        "| CPU s |",
+        "| rank | pairs | seed | right | gap x8 | plastic off | weights of another "
+        "| largest weight | CPU s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     shown = ("trained", "gap x8", "plastic off", "weights of another")

@@ -24,7 +24,7 @@ from cdrmix.config.load import load_config
 from cdrmix.engines.run_directory import open_run_directory
 from cdrmix.errors import DataError, StateError
 from cdrmix.monitoring.sinks import MetricsFile
-from cdrmix.reasoning.tasks import read_examples
+from cdrmix.reasoning.task_files import read_examples
 from tests.conftest import TINY
 from tests.harness import ROOT
 

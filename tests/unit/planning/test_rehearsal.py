@@ -267,6 +267,19 @@ def test_a_small_stage_b_has_the_plans_phases_and_saves_inside_of_one(
     assert found["backbone"].planned == ("trained in the joint phase" if scale else "frozen")
 
 
+def test_a_users_tasks_stay_with_the_windows_that_they_are_made_for() -> None:
+    _, small, aspects = small_stage_b(
+        "1b",
+        "stage_b.training.task_file=mine.jsonl",
+        "stage_b.training.answer_tokens=100",
+        "stage_b.training.segment_tokens=512",
+    )
+    assert small.config.stage_b is not None
+    training = small.config.stage_b.training
+    assert (training.task_file, training.answer_tokens, training.segment_tokens) == (None, 32, None)
+    assert aspects["tasks of your own"].planned == "mine.jsonl"
+
+
 def test_lessons_that_ranks_do_not_divide_do_not_divide_the_small_ones() -> None:
     _, small, found = small_stage_b("1b", "stage_b.training.lessons_per_step=5")  # on 8 ranks
     assert small.config.stage_b is not None

@@ -138,6 +138,16 @@ CASES: list[tuple[str, Combination, Combination]] = [
         reasoning(ROUTING, "training.stage=b", "stage_b.run=earlier"),
         reasoning(ROUTING),
     ),
+    (
+        "segment-longer-than-a-quarter",
+        reasoning("stage_b.training.segment_tokens=17"),
+        reasoning("stage_b.training.segment_tokens=16"),
+    ),
+    (
+        "answer-longer-than-half",
+        reasoning("stage_b.training.answer_tokens=33"),
+        reasoning("stage_b.training.answer_tokens=32"),
+    ),
     ("muon-with-adapters", with_adapters(layout("optimizer.kind=muon")), with_adapters(layout())),
     (
         "muon-of-an-unknown-family",

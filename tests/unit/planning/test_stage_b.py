@@ -328,18 +328,30 @@ def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> Non
         ({"tasks": ("logic",)}, 0, "stage_b.training.tasks"),
         ({"length_ratios": (2,)}, 0, "stage_b.training.length_ratios"),
         ({"texts_per_lesson": 1}, 0, "stage_b.training.texts_per_lesson"),
+        ({"answer_tokens": 20}, 0, "stage_b.training.answer_tokens"),
+        ({"segment_tokens": 12}, 0, "stage_b.training.segment_tokens"),
+        ({"question": "first"}, 0, "stage_b.training.question"),
+        ({"task_file_share": 0.9}, 0, "stage_b.training.task_file_share"),
+        ({"digest": "b" * 64}, 0, "stage_b.training.task_file (task_file): aaa"),
+        ({"digest": None}, 0, "stage_b.training.task_file (task_file): aaa"),
         ({"memory_steps": 4}, 0, "stage_b.training.{memory,adapter,joint,policy}_steps"),
     ],
 )
 def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
     changed: dict[str, Any], seed: int, named: str
 ) -> None:
-    def lessons(seed: int = 0, **changed: Any) -> Any:
+    def lessons(seed: int = 0, *, digest: str | None = "a" * 64, **changed: Any) -> Any:
         stage_b = section(config("memory_steps=5", "joint_steps=2"))
         training = stage_b.training.model_copy(update=changed)
         return LessonLoader(
-            Numbers(), training, rank=0, world_size=1, manifest_digest="1", seed=seed
-        )  # type: ignore[arg-type]
+            Numbers(),  # type: ignore[arg-type]
+            training,
+            rank=0,
+            world_size=1,
+            manifest_digest="1",
+            seed=seed,
+            task_file=digest,
+        )
 
     begun = lessons()
     for step in range(5):
@@ -353,8 +365,9 @@ def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
     longer.load_state_dict(begun.state_dict())
     assert longer.samples_consumed == begun.samples_consumed
     earlier = {"samples_consumed": 10, "manifest_digest": "1"}  # as an earlier version said it
-    longer.load_state_dict(earlier)
-    assert longer.samples_consumed == 10
+    lessons(digest=None).load_state_dict(earlier)
+    with pytest.raises(StateError, match="task_file"):  # which had no such file
+        longer.load_state_dict(earlier)
 
 
 def test_another_curriculum_is_refused_once_the_policy_has_learned_by_one() -> None:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from cdrmix.config.reasoning import ANSWER_TOKENS
+from cdrmix.errors import DataError
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, MemoryReader
-from cdrmix.reasoning.segments import Texts, cut_segments, make_texts
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
 from cdrmix.reasoning.state_rows import select
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
@@ -179,3 +181,55 @@ def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
     for name, weights in mine.plastic.layers.items():
         theirs = found.plastic.layers[name].weights[0]
         torch.testing.assert_close(weights.weights[0], theirs, atol=1e-6, rtol=0)
+
+
+def asking(segments: list[list[list[int]]], questions: list[list[int]]) -> Texts:
+    marks = small_lessons(small_config()).marks
+    return make_texts(segments, questions, marks, most=WINDOW_TOKENS // 4)
+
+
+@torch.no_grad()
+def test_a_question_that_is_read_first_changes_keys_and_is_not_stored() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(20, 500, (count,), generator=generator).tolist()
+
+    text = [ids(16), ids(9), ids(16)]
+    one, other = ids(6), ids(13)
+    reader = small_reader(small_config(question="first"))
+    last = small_reader(small_config())
+    read = {}
+    for name, question in (("one", one), ("other", other), ("none", [])):
+        read[name] = reader.read(asking([text], [question]))
+        assert read[name].hidden.shape == (1, 3, 16, 64) and read[name].keys.shape[1] == 3
+    assert (read["one"].keys - read["other"].keys).abs().max() > 1e-3
+    bare_keys = [each.read(asking([text], [[]]), plastic=False).keys for each in (reader, last)]
+    torch.testing.assert_close(*bare_keys, atol=1e-5, rtol=0)
+    # the hidden states are those behind the question, in a pass of the segment alone
+    head = [reader.marks.memory, *one, reader.marks.memory]
+    alone = reader.backbone(torch.tensor([[*head, *text[1]]])).hidden[0, len(head) :]
+    bare = reader.read(asking([text], [one]), plastic=False)
+    torch.testing.assert_close(bare.hidden[0, 1, :9], alone, atol=1e-5, rtol=0)
+    # fast weights store the segments' tokens alone
+    asked = ask_first(asking([text], [one]), reader.marks, room=32)
+    stored = [row[mask].tolist() for row, mask in zip(asked.tokens[0], asked.mask[0], strict=True)]
+    assert stored == text
+    # slots keep segments: with what was read, not with what was asked
+    chosen = torch.tensor([[True, False, False]])
+    slots = reader.summarise(bare, torch.tensor([0]), chosen)
+    mask = torch.ones(1, 16, dtype=torch.bool)
+    after = reader.memory.write(reader.memory.start(1), bare.hidden[:, 0], mask)
+    torch.testing.assert_close(slots, after)
+    # and a text's numbers are its own, whatever is asked of the text beside it
+    beside = reader.read(asking([text, text], [one, other]))
+    torch.testing.assert_close(beside.keys[:1], read["one"].keys, atol=1e-5, rtol=0)
+    assert beside.plastic is not None and read["one"].plastic is not None
+    ours, theirs = (
+        select(each.plastic, torch.tensor([0])).layers for each in (beside, read["one"])
+    )
+    for layer, weights in ours.items():
+        for name, mine in vars(weights).items():
+            torch.testing.assert_close(mine, getattr(theirs[layer], name), atol=1e-5, rtol=0)
+    with pytest.raises(DataError, match=r"takes 42 tokens with its marks, .* at most 32"):
+        reader.read(asking([text], [ids(40)]))

@@ -29,6 +29,7 @@ from tests.harness import ROOT
 from tests.hf_models import make_folder
 from tests.made_run import made_run
 from tests.unit.data.token_folder import write_token_folder
+from tests.unit.reasoning.own_rows import write_rows
 
 REASON = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 
@@ -299,3 +300,15 @@ def test_data_of_another_tokenizer_than_that_of_a_hugging_face_model(
     assert text.startswith("data.path = sample: is built with a tokenizer of its own")
     shutil.copyfile(small_corpus / "tokenizer.json", folder / "tokenizer.json")
     check(of(small_corpus))
+
+
+def test_rows_of_a_users_tasks_are_told_before_the_start(data: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "tasks.jsonl", 4)
+    config = small(data, f"stage_b.training.task_file={path}", file=REASON)
+    good = path.read_text()
+    path.write_text(good + '{"task": 1}\n')
+    assert f"{path}:5: task is 1, not str" in refusal(config, DataError)
+    path.unlink()
+    assert f"{path}: No such file or directory" in refusal(config, DataError)
+    of_stage_a = small(data, f"stage_b.training.task_file={path}", "training.stage=a", file=REASON)
+    check(of_stage_a)  # which does not read it

@@ -1,6 +1,7 @@
 """The table of reasoning tasks, and answers from texts longer than the window."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,14 @@ from cdrmix.stage_b.long_context import (
     Evaluated,
     Row,
     TrainedReader,
+    evaluate_reasoning,
+    held_out_cells,
     score_examples,
     suite,
+    with_held_out,
 )
+from tests.checkpoints import save_checkpoint, whole
+from tests.unit.reasoning.own_rows import write_rows
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader, tokenizer
 
 
@@ -404,3 +410,70 @@ def test_flags_of_branches_that_would_do_nothing_are_refused(
     with pytest.raises(SystemExit):
         main(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> tuple[TrainedReader, Path]:
+    """A reader whose checkpoint says that it learned from a file of tasks, and that file."""
+    path = write_rows(tmp_path / "tasks.jsonl")
+    config = small_config(task_file=str(path), tasks=("logic",))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    state = {"loader": {"task_file": digest}}
+    one = [whole("weight", torch.zeros(1))]
+    save_checkpoint(tmp_path, 1, one, state=state, rank_state={}, keep=1)
+    (folder,) = (each for each in tmp_path.rglob("state.json"))
+    folder = folder.parent
+    reader = loaded()
+    trained = dataclasses.replace(reader.trained, config=config, checkpoint=folder)
+    return dataclasses.replace(reader, trained=trained, lessons=small_lessons(config)), path
+
+
+def test_rows_held_out_are_scored_beside_the_tasks_of_ours(
+    learned: tuple[TrainedReader, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4,))
+    with_rows = with_held_out(learned[0], data=None)
+    own = with_rows.lessons.own
+    assert own is not None and not set(own.train) & set(own.held_out)
+    rows = evaluate_reasoning(with_rows, num_examples=3).rows
+    assert [(row.task, row.length_ratio, row.n) for row in rows] == [
+        ("logic", 4, 3),
+        ("keys", 4, min(3, len(own.held_out))),
+    ]
+
+
+def test_a_row_named_as_a_task_of_ours_stays_apart(learned: tuple[TrainedReader, Path]) -> None:
+    reader, _ = learned
+    lessons = with_held_out(reader, data=None).lessons
+    assert lessons.own is not None
+    named = [dataclasses.replace(each, task="logic") for each in lessons.own.held_out]
+    own = dataclasses.replace(lessons.own, held_out=tuple(named))
+    ((example, *_),) = held_out_cells(dataclasses.replace(lessons, own=own), num_examples=2)
+    assert example.task == "logic (task_file)"
+    alone = lessons.training.model_copy(update={"task_file_share": 1.0})
+    ((example, *_),) = held_out_cells(
+        dataclasses.replace(lessons, own=own, training=alone), num_examples=2
+    )
+    assert example.task == "logic", "no task of ours was trained"
+
+
+def test_another_file_than_the_run_learned_from_is_told_and_left_out(
+    learned: tuple[TrainedReader, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, path = learned
+    path.write_text(path.read_text() + path.read_text().splitlines()[0])
+    assert with_held_out(reader, data=None).lessons.own is None
+    assert "is not the file that the run learned from: sha256" in caplog.text
+    path.unlink()
+    caplog.clear()
+    assert with_held_out(reader, data=None).lessons.own is None
+    assert "No such file" in caplog.text
+
+
+def test_answers_longer_than_the_reader_says_are_told(
+    learned: tuple[TrainedReader, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, path = learned
+    write_rows(path, 2, answers=["one two three four five six seven eight"], match="f1")
+    evaluate_reasoning(reader, num_examples=1, file=path)
+    assert "2 of 2 answers take more than the 14 tokens that this model says" in caplog.text

@@ -1,0 +1,137 @@
+"""`recall`: tasks from plain text, whose answer stands a window or more before the question."""
+
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.errors import DataError
+from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.recall import Samples, _missing, recall
+from cdrmix.reasoning.tasks import Example, score
+from cdrmix.stage_b.long_context import suite
+from tests.unit.reasoning.small_reader import small_config
+
+WINDOW = 64
+LENGTH = 50  # of a sample
+
+
+def prose() -> str:
+    """A text in which each place is named twice, far apart."""
+    places = [
+        f"{first}{second}"
+        for first in ("Bal", "Ven")
+        for second in ("dor", "kany", "micht", "nosk")
+    ]
+    filler = [
+        "The rain fell on the long road.",
+        "Nobody came to the old house.",
+        "They ate bread.",
+    ]
+    lines = []
+    for turn in range(40):
+        order = places[turn % 7 :] + places[: turn % 7]
+        for number, place in enumerate(order):
+            lines.append(f"In the morning they saw {place} from the hill.")
+            lines.append(filler[(number + turn) % 3])
+    return " ".join(lines)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Tokenizer, Samples]:
+    with tempfile.TemporaryDirectory() as folder:
+        # All words but the names, which have several pieces.
+        text = "Which word is missing: ____ In the morning they saw it from the hill. "
+        text += "The rain fell on the long road. Nobody came to the old house. They ate bread. "
+        (Path(folder) / TOKENIZER_FILE).write_text(train_tokenizer([text * 50], 400).to_str())
+        tokenizer = load_tokenizer(Path(folder))
+    ids = np.array([*tokenizer.encode(prose()), tokenizer.eos_id], dtype=np.int64)
+    count = (len(ids) - 1) // LENGTH
+    rows = Samples(
+        lambda numbers: np.stack([ids[n * LENGTH : n * LENGTH + LENGTH + 1] for n in numbers]),
+        count,
+    )
+    return tokenizer, rows
+
+
+def make(made: tuple[Tokenizer, Samples], number: int, ratio: int = 8, seed: int = 0) -> Example:
+    tokenizer, samples = made
+    return recall(
+        samples,
+        tokenizer,
+        number=number,
+        seed=seed,
+        length_ratio=ratio,
+        window_tokens=WINDOW,
+        answer_tokens=14,
+    )
+
+
+def test_the_word_stands_a_window_or_more_before_the_question(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    tokenizer, _ = made
+    for number in range(12):
+        example = make(made, number)
+        (word,) = example.answers
+        assert example.question.startswith("Which word is missing: ")
+        assert example.question.count("____") == 1 and word not in example.question
+        ids = tokenizer.encode(example.text)
+        assert len(ids) <= 8 * WINDOW + 8
+        assert word in re.findall(r"\w+", example.text), "an earlier use is to be remembered"
+        assert word.lower() not in tokenizer.decode(ids[-WINDOW:]).lower()
+        assert score(example, word) == 1 and not example.evidence
+
+
+def test_equal_numbers_give_equal_examples_and_others_do_not(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    assert make(made, 3) == make(made, 3)
+    assert len({make(made, 3), make(made, 4), make(made, 3, seed=1)}) == 3
+
+
+def test_a_text_without_a_window_before_the_last_has_none(made: tuple[Tokenizer, Samples]) -> None:
+    with pytest.raises(DataError, match="recall: no word of the corpus comes back a window of 64"):
+        make(made, 0, ratio=1)
+
+
+def test_lessons_train_on_the_corpus_and_the_suite_reads_what_is_held_out(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    tokenizer, samples = made
+    training = small_config(tasks=("recall", "logic")).stage_b.training
+    read: list[str] = []
+
+    def noted(which: str) -> Samples:
+        def rows(numbers: np.ndarray) -> np.ndarray:
+            read.append(which)
+            return samples.rows(numbers)
+
+        return Samples(rows, samples.num_rows)
+
+    train = noted("train")
+    lessons = Lessons(
+        training, 0, WINDOW, tokenizer, train.rows, train.num_rows, held_out=noted("held out")
+    )
+    lesson = lessons.lesson("memory", 0)
+    assert [example.task for example in lesson.examples] == ["recall", "logic"] * 2
+    assert [bool(options) for options in lesson.candidates] == [True, False] * 2
+    assert set(read) == {"train"}
+    read.clear()
+    examples = suite(lessons, ["recall"], length_ratios=(1, 4), num_examples=2)
+    assert [example.length_ratio for example in examples] == [4, 4] and set(read) == {"held out"}
+    bare = Lessons(training, 0, WINDOW, tokenizer)
+    assert suite(bare, ["recall"], length_ratios=(4,), num_examples=2) == []
+
+
+def test_a_word_of_the_last_window_is_not_asked_for(made: tuple[Tokenizer, Samples]) -> None:
+    tokenizer, _ = made
+    sentence = "In the morning they saw Baldor from the hill."
+    missing = _missing(sentence, "It is Baldor.", "Nobody came.", tokenizer)
+    assert missing is not None and missing[1] == "Baldor"
+    assert _missing(sentence, "It is Baldor.", "Nobody came to baldor.", tokenizer) is None
+    assert _missing(sentence, "It is far.", "Nobody came.", tokenizer) is None
+    assert _missing(sentence, "Baldor. " * 4, "Nobody came.", tokenizer) is None, "not rare"
