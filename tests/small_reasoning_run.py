@@ -53,10 +53,12 @@ def arguments(data: Path, run_dir: Path, folder: Path, *more: str) -> list[str]:
 
 
 def start(argv: list[str]) -> int:
-    """What one rank does, where any answer is right: an untrained agent earns nothing, and nothing
-    is learned from episodes that all earn the same."""
-    from cdrmix.stage_b import phases
+    """What one rank does, where any answer earns a reward: an untrained agent earns none, and
+    nothing is learned from episodes that all earn the same. The evaluation scores as ever."""
+    # imported before, so that it keeps the checker
+    from cdrmix.stage_b import long_context, phases
 
+    assert long_context.grade_by is phases.grade_by
     phases.grade_by = lambda examples, tokenizer: lambda row, tokens: 1.0
     return small_run.start(argv)
 
