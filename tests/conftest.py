@@ -69,6 +69,17 @@ _SLOW = (
 )
 
 
+# The files that take longest, begun early: one of them at the end would run beside nothing.
+_LONG = (
+    "tests/distributed/test_layouts",
+    "tests/distributed/test_partitioned_checkpoints",
+    "tests/integration/test_data_engines",
+    "tests/integration/test_learning",
+    "tests/integration/test_rehearse",
+    "tests/parity/test_compiled",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "leave out tests/cluster, tests/integration, whole runs on ranks and what is marked slow"
     parser.addoption("--fast", action="store_true", help=text)
@@ -77,7 +88,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         # The labs mostly wait: one worker begins with them, and the other has the cores.
-        items.sort(key=lambda item: not item.nodeid.startswith("tests/cluster/"))
+        begins = ("tests/cluster/", _LONG)
+        items.sort(key=lambda item: [not item.nodeid.startswith(each) for each in begins])
     if config.getoption("fast"):
         slow = [
             item
