@@ -7,7 +7,7 @@ where Stage A ended, so that metrics, checkpoints and progress are one series.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from cdrmix import runtime
@@ -164,7 +164,7 @@ def finish_stage_b(run: Run, course: Course) -> None:
             "seconds": run.seconds,
             # Later lines overwrite earlier ones: a phase's metrics end with the phase.
             "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
-            "reasoning": [asdict(row) for row in rows],
+            "reasoning": [row.as_json() for row in rows],
         }
         summary = {
             "name": run.config.name,
