@@ -13,6 +13,7 @@ from cdrmix.monitoring.suite_results import Row, SuiteResult
 
 if TYPE_CHECKING:
     from cdrmix.evaluation.trained import TrainedModel
+    from cdrmix.stage_b.long_context import Evaluated
 
 logger = get_logger(__name__)
 _NUM_EXAMPLES = 32
@@ -103,19 +104,6 @@ class Reasoning:
             )
             for each in evaluated.rows
         ]
-        details: dict[str, Any] = {}
-        if evaluated.accepted is not None:
-            details["accepted_branches"] = evaluated.accepted
-        columns = [each for each in evaluated.rows if each.controls is not None]
-        if columns:
-            details["controls"] = [
-                {
-                    "task": each.task,
-                    "length_ratio": each.length_ratio,
-                    "columns": each.as_json()["controls"],
-                }
-                for each in columns
-            ]
         return judged.result(
             "reasoning",
             rows,
@@ -127,9 +115,27 @@ class Reasoning:
                 "branches": branches,
                 "accept_threshold": threshold,
             },
-            details=details,
+            details=_details(evaluated),
             notes=["", *evaluated.table().splitlines()],
         )
+
+
+def _details(evaluated: Evaluated) -> dict[str, Any]:
+    """Parts of the printed object beside the rows: accepted branches, and answers of controls."""
+    details: dict[str, Any] = {}
+    if evaluated.accepted is not None:
+        details["accepted_branches"] = evaluated.accepted
+    of_controls = [each for each in evaluated.rows if each.controls is not None]
+    if of_controls:
+        details["controls"] = [
+            {
+                "task": each.task,
+                "length_ratio": each.length_ratio,
+                "columns": each.as_json()["controls"],
+            }
+            for each in of_controls
+        ]
+    return details
 
 
 def _trained(judged: Judged) -> TrainedModel:

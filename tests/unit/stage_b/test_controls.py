@@ -24,6 +24,7 @@ from cdrmix.stage_b.controls import (
     wilson_interval,
 )
 from cdrmix.stage_b.long_context import score_examples, suite
+from cdrmix.stage_b.reasoning_suite import _details
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader, tokenizer
 
 BUDGET = 5
@@ -215,6 +216,10 @@ def test_a_table_has_all_columns_and_the_agents(
     assert all(f"\n  {name} " in table for name in ("agent", *CONTROLS))
     (told,) = json.loads(evaluated.as_json())["rows"]
     assert told["controls"]["whole"]["n"] == 3
+    (told,) = _details(evaluated)["controls"]
+    assert (told["task"], told["length_ratio"]) == ("needle_keys", 4)
+    assert list(told["columns"]) == ["agent", *CONTROLS]
     plain = score_examples(reader, lessons, examples)
+    assert _details(plain) == {}
     assert "controls" not in json.loads(plain.as_json())["rows"][0]
     assert plain.rows[0].score == row.score
