@@ -8,6 +8,7 @@ import pytest
 
 from cdrmix.cli import main
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.stage_b.controls import CONTROLS
 from tests.harness import run_ranks
 from tests.launcher import launch
 from tests.small_reasoning_run import PHASE_STEPS, STAGE_A_STEPS, STEPS, arguments
@@ -60,6 +61,20 @@ def test_its_last_checkpoint_opens_alone(
     step = finished / "checkpoints" / str(STEPS)
     shutil.copytree(step, tmp_path / "checkpoints" / str(STEPS))
     assert main([verb, str(tmp_path), *flags]) == 0
+
+
+def test_rivals_answer_the_same_texts(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    flags = ["--suite", "reasoning", "--examples", "1", "--controls", "--json"]
+    assert main(["evaluate", str(run), *flags]) == 0
+    cells = json.loads(capsys.readouterr().out)["controls"]
+    stored = json.loads((run / "reasoning.json").read_text())["rows"]
+    assert [cell["columns"] for cell in cells] == [row["controls"] for row in stored]
+    assert all(list(cell["columns"]) == ["agent", *CONTROLS] for cell in cells)
+    assert main(["report", str(run)]) == 0
+    assert "Rivals and controls" in (run / "report.html").read_text()
 
 
 def test_stage_b_goes_on_in_the_run_directory_of_a_finished_stage_a(
