@@ -46,7 +46,7 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any]:
 
     `scores` of the suite, None before it was run, are by task: one (with memory, of the backbone)
     for each length in windows of `ratios`, or None where that was not run. `controls` has a table
-    for each task and length that `cdrmix evaluate --suite reasoning --controls` answered.
+    for each task that `cdrmix evaluate --suite reasoning --controls` answered.
     """
     scores = None
     rows = run.reasoning_rows
@@ -83,11 +83,25 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any]:
     return {
         "is_logged": run.has_stage_b_steps,
         "scores": scores,
-        "controls": [
-            {"title": f"{row['task']}, {row['length_ratio']}x", "columns": row["controls"]}
-            for row in run.reasoning.get("rows") or []
-            if row.get("controls")
-        ],
+        "controls": _controls(run),
         "learning": figures["stage_b"],
         "policy": figures["policy"],
     }
+
+
+def _controls(run: RecordedRun) -> list[dict[str, Any]]:
+    """Tables of rivals and controls, one a task: a row for each of them, a cell for each length."""
+    answered = [row for row in run.reasoning.get("rows") or [] if row.get("controls")]
+    tables = []
+    for task in dict.fromkeys(row["task"] for row in answered):
+        by_ratio = {row["length_ratio"]: row["controls"] for row in answered if row["task"] == task}
+        ratios = sorted(by_ratio)
+        names = dict.fromkeys(name for cells in by_ratio.values() for name in cells)
+        tables.append(
+            {
+                "task": task,
+                "ratios": ratios,
+                "rows": {name: [by_ratio[ratio].get(name) for ratio in ratios] for name in names},
+            }
+        )
+    return tables
