@@ -48,7 +48,6 @@ from cdrmix.evaluation.suite import request_in_training, suite_of
 from cdrmix.export.manifest import verify_export
 from cdrmix.hooks.source import check_sources
 from cdrmix.planning.profile import check_legal
-from cdrmix.reasoning.own_tasks import read_own_tasks
 from cdrmix.tracking.choice import check_trackers
 
 # A second's worth of reading: the weights of a small model, not those of a large one.
@@ -221,6 +220,9 @@ def _check_task_file(config: Config) -> None:
     """Refuses a file of tasks of the user's with a row that Stage B cannot use."""
     if config.stage_b is None or config.training.stage == "a":
         return
+    # here, as a run of Stage A alone imports nothing of Stage B
+    from cdrmix.reasoning.own_tasks import read_own_tasks
+
     training = config.stage_b.training
     is_sample = config.data.path == SAMPLE
     folder = sample_folder(config.model.vocab_size) if is_sample else Path(config.data.path)

@@ -77,7 +77,7 @@ def start_with_a_slow_copy(argv: list[str]) -> int:
 
         def slowly() -> Any:
             if os.environ["RANK"] == "1":
-                time.sleep(1.5)
+                time.sleep(0.9)
             return copy()
 
         return slowly

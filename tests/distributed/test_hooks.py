@@ -15,6 +15,7 @@ from cdrmix.monitoring.sinks import read_metrics
 from tests.equal_runs import result_of
 from tests.harness import RanksFailed, run_ranks
 from tests.small_reasoning_run import arguments as both_stages
+from tests.small_reasoning_run import start as start_both
 from tests.small_run import STEPS, arguments, before_step, overrides, refused, start
 
 # Between these two steps nothing is saved or evaluated.
@@ -97,7 +98,7 @@ def test_events_of_both_stages_of_a_run_come_in_order(small_corpus: Path, run_di
     shorter += ["stage_b.training.policy_steps=1", "evaluation.reasoning_examples=1"]
     run_dir.parent.mkdir(exist_ok=True)
     argv = both_stages(small_corpus, run_dir, run_dir.parent, *overrides(shorter))
-    assert run_ranks(start, 1, [*argv, *with_hooks(hook("Noting"))]) == [0]
+    assert run_ranks(start_both, 1, [*argv, *with_hooks(hook("Noting"))]) == [0]
     found = [note for note in notes(run_dir, 0) if note[0] != "checkpoint"]
     starts = [place for place, note in enumerate(found) if note[0] == "start"]
     assert [note[1:4] for note in found if note[0] == "start"] == [[0, "a", 2], [2, "b", 6]]
