@@ -14,7 +14,7 @@ a text. At the end the window holds segments fetched from memory and the questio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,16 +96,6 @@ class MemoryReader(nn.Module):
     def has(self, part: MemoryPart) -> bool:
         """True for a memory that this reader has."""
         return part in self.config.memory.parts
-
-    def is_used(self, name: str) -> bool:
-        """True for a parameter, by its name, of a memory that this reader has."""
-        memories: dict[str, MemoryPart] = {
-            "adapters": "plastic",
-            "retrieval": "episodic",
-            "memory": "slots",
-        }
-        modules = name.replace("/", ".").split(".")
-        return all(self.has(memory) for module, memory in memories.items() if module in modules)
 
     @property
     def capacity(self) -> int:
@@ -302,6 +292,17 @@ class MemoryReader(nn.Module):
         rows = range(len(texts.questions))
         windows = self.windows(texts, rows, [latest] * len(rows))
         return self.answer(windows, slots=None, plastic=None)
+
+
+def is_used(name: str, parts: Collection[MemoryPart]) -> bool:
+    """True for a parameter of a reader, by its name, unless it is of a memory not among `parts`."""
+    memories: dict[str, MemoryPart] = {
+        "adapters": "plastic",
+        "retrieval": "episodic",
+        "memory": "slots",
+    }
+    modules = name.replace("/", ".").split(".")
+    return all(memory in parts for module, memory in memories.items() if module in modules)
 
 
 def segment_room(window_tokens: int, question_tokens: int, answer_tokens: int) -> int:

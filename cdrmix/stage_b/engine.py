@@ -39,6 +39,7 @@ from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.tensor import is_copy
+from cdrmix.reasoning.memory_reader import is_used
 from cdrmix.runtime.phases import phase
 from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of
 from cdrmix.stage_b.phases import Course, LessonMetrics, StepMean
@@ -208,8 +209,8 @@ class StageB(Stage[list[Any], LessonResult]):
             group["lr"] = rates[group["part"]]
         for name, parameter in run.engine.module.named_parameters():
             # `in_order` takes gradients of these alone.
-            is_learning = rates[part_of(name)] > 0 and self.course.model.is_used(name)
-            parameter.requires_grad_(is_learning)
+            is_there = is_used(name, self.settings.memory.parts)
+            parameter.requires_grad_(is_there and rates[part_of(name)] > 0)
         # Should DeepSpeed skip the step, those of the step before must not be reported for it.
         self.clip.norms.clear()
         # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.

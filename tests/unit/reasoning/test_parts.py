@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.config.schema import Config
+from cdrmix.reasoning.memory_reader import is_used
 from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.stage_b.phases import hidden_evidence_share, phase_loss, stage_b_section
@@ -38,7 +39,7 @@ def test_one_memory_alone_learns_and_answers(part: str) -> None:
     lessons = small_lessons(config)
     lesson = lessons.lesson("joint", 0)
     for name, parameter in reader.named_parameters():
-        parameter.requires_grad_("policy" not in name and reader.is_used(name))
+        parameter.requires_grad_("policy" not in name and is_used(name, (part,)))
     loss, metrics = phase_loss(reader, "joint", lesson, config)
     loss.backward()
     modules = {"plastic": "adapters.", "slots": "memory.slots", "episodic": "retrieval."}
