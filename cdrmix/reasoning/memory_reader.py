@@ -175,7 +175,7 @@ class MemoryReader(nn.Module):
     def recalled(self, reading: Reading, rows: Tensor, chosen: Tensor) -> EpisodeState | None:
         """Returns what windows of texts `rows`, [n], begin with beside slots.
 
-        That are fast weights, and, where the reader carries it, the recurrent state behind the
+        These are fast weights, and, where the reader carries it, the recurrent state behind the
         segments `chosen`, [n, L], read one after another.
         """
         plastic = select(reading.plastic, rows)

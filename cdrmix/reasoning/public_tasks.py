@@ -136,7 +136,7 @@ def _hotpot(path: Path) -> Iterator[_Found]:
         for title, number in facts:
             sentences = by_title.get(title)
             # Published rows name sentences beyond the end of a paragraph now and then.
-            if sentences is not None and isinstance(number, int) and number < len(sentences):
+            if sentences is not None and isinstance(number, int) and 0 <= number < len(sentences):
                 evidence.append(sentences[number].strip())
             elif sentences is None:
                 raise each.error(f"supporting_facts name {title!r}, which context does not have")

@@ -77,9 +77,10 @@ def phase_loss(
     # Memory is trained without adapters, and adapters without slots; the joint phase has both.
     plastic = phase != "memory" and reader.has("plastic")
     slots = phase != "adapters" and reader.has("slots")
-    tasks, metrics = _task_losses(reader, lesson, plastic=plastic, slots=slots)
+    retrieves = phase != "adapters" and reader.has("episodic")
+    tasks, metrics = _task_losses(reader, lesson, plastic=plastic, slots=slots, retrieves=retrieves)
     losses: dict[str, Tensor] = {}
-    if phase != "adapters" and reader.has("episodic"):
+    if retrieves:
         losses["retrieval"] = tasks["retrieval"]
     if phase != "memory":
         losses["answer"] = weights.ce * tasks["answer"]
@@ -100,7 +101,7 @@ def phase_loss(
 
 
 def _task_losses(
-    reader: MemoryReader, lesson: Lesson, *, plastic: bool, slots: bool
+    reader: MemoryReader, lesson: Lesson, *, plastic: bool, slots: bool, retrieves: bool
 ) -> tuple[dict[str, Tensor], LessonMetrics]:
     """Losses of retrieving the next piece of evidence, and of the answer from all evidence."""
     count = len(lesson.examples)
@@ -125,8 +126,7 @@ def _task_losses(
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
-    # The adapters' phase, the one without slots, does not learn to retrieve.
-    preferred = preferences(reader, reading, lesson) if slots else None
+    preferred = preferences(reader, reading, lesson) if retrieves else None
     retrieval, recall = retrieval_loss(
         reading,
         queries,

@@ -4,6 +4,8 @@ Seed 0 and as few steps as it takes; three seeds and longer runs are in `make be
 functions.
 """
 
+import pytest
+
 from tools.benchmark import learn_binding as binding
 from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
@@ -12,8 +14,8 @@ from tools.benchmark import learn_system as system
 from tools.benchmark import policy_choices as choices
 
 
-def test_adapters_bind_what_has_left_the_window() -> None:
-    rank = max(binding.ROWS)
+@pytest.mark.parametrize("rank", [min(binding.ROWS), max(binding.ROWS)])
+def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
     found = binding.learn(rank, seed=0)
     assert found["trained"] >= 0.90
     assert found["gap x8"] >= 0.80

@@ -154,4 +154,22 @@ def test_likelihoods_alone_teach_the_encoder_to_fetch(
         loss.backward()
         optimizer.step()
         agreement.append(float(metrics["agreement"]))
-    assert agreement[0] <= 0.5 < 0.7 < sum(agreement[-6:]) / 6, agreement
+    assert agreement[0] <= 0.5 < 0.9 < sum(agreement[-6:]) / 6, agreement
+
+
+@pytest.mark.parametrize("parts", [("episodic",), ("plastic", "episodic")])
+def test_a_reader_without_slots_learns_from_its_answers_too(
+    parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    config, lessons = unlabelled(tmp_path)
+    assert config.stage_b is not None
+    memory = config.stage_b.memory.model_copy(update={"parts": parts})
+    config = config.model_copy(
+        update={"stage_b": config.stage_b.model_copy(update={"memory": memory})}
+    )
+    course = Course(small_reader(config), lessons, config)
+    loss, metrics = course.loss("memory", course.lesson("memory", 0))
+    assert "agreement" in metrics
+    loss.backward()
+    gradient = course.model.retrieval.to_key.weight.grad
+    assert gradient is not None and gradient.any()
