@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import resource
 import subprocess
@@ -142,11 +143,16 @@ print(max(seen) - before)
 
 
 def peak(source: Path, out: Path, *, elements: int, limit: int, places: tuple[int, ...] = ()):
-    """Peak of a process that writes shards, MiB above what it had before."""
+    """Peak of a process that writes shards, MiB above what it had before.
+
+    Its allocator gives each piece back when it is freed: what it would keep for later, 14 to 40 MiB
+    from one process to the next, is no piece that is held.
+    """
     words = [source, out, *map(str, (elements, limit, *places))]
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, *words],
         cwd=ROOT,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -168,7 +174,7 @@ def test_writing_takes_little_memory(tmp_path: Path) -> None:
         assert len(list(out.glob("*.safetensors"))) == 3
         return taken
 
-    assert peak_of(2**20) < 40
+    assert peak_of(2**20) < 16
     # a control: held whole, one tensor takes 64 MiB and its rounded copy 32
     assert peak_of(2**24) > 64
 
