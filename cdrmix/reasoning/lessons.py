@@ -42,7 +42,14 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.tasks import RECALL, WHOLE_TEXT_TASKS, Example, generate_examples
+from cdrmix.reasoning.tasks import (
+    RECALL,
+    TRAINED,
+    WHOLE_TEXT_TASKS,
+    Example,
+    Wording,
+    generate_examples,
+)
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
 # takes. With a single stray in .3 of the windows, answers beside another key's code were right in
@@ -234,11 +241,13 @@ class Lessons:
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
         return self.example(task, f"{self.seed}/{use}", number, shortest + _LONGER_BY)
 
-    def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
+    def example(
+        self, task: str, seed: str, number: int, length_ratio: int, *, wording: Wording = TRAINED
+    ) -> Example:
         """Makes example `number` of a task at a length in windows of this tokenizer."""
         if task == RECALL:
             return self._recall(seed, number, length_ratio)
-        return self._generated(task, seed, number, length_ratio, self.window_tokens)
+        return self._generated(task, seed, number, length_ratio, self.window_tokens, wording)
 
     def _shortest_example(self, task: str, seed: str, number: int) -> Example:
         """Makes an example of as few segments as hold its statements, none of which may go."""
@@ -249,7 +258,13 @@ class Lessons:
         raise AssertionError("a text grows until its statements fit")
 
     def _generated(
-        self, task: str, seed: str, number: int, length_ratio: int, window_tokens: int
+        self,
+        task: str,
+        seed: str,
+        number: int,
+        length_ratio: int,
+        window_tokens: int,
+        wording: Wording = TRAINED,
     ) -> Example:
         return generate_examples(
             task,
@@ -258,6 +273,7 @@ class Lessons:
             length_ratio=length_ratio,
             window_tokens=window_tokens,
             count_tokens=lambda text: len(self.tokenizer.encode(text)),
+            wording=wording,
         )
 
     def _recall(self, seed: str, number: int, length_ratio: int) -> Example:

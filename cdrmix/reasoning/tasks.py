@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal, NamedTuple
 
 from cdrmix.errors import DataError
@@ -26,22 +27,68 @@ RECALL = "recall"
 CountTokens = Callable[[str], int]
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
-_FILLERS = (
-    "Nobody asked about {word}.",
-    "The way to {word} is long.",
-    "It rained in {word} again.",
-    "A letter from {word} came late.",
-    "They spoke of {word} for an hour.",
+
+
+class Wording(NamedTuple):
+    """What names are made of, and the sentences between the statements of a text.
+
+    Sentences have a `{word}`, and some have `{digits}`. Decoys are as long as a needle, with a
+    number, and with words of the question.
+    """
+
+    syllables: tuple[str, ...]
+    fillers: tuple[str, ...]
+    decoys: tuple[str, ...]
+    needles: tuple[str, ...] = ("The code of {word} is {digits}.",)
+
+    def words(self, rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
+        """Generates made-up words, none twice."""
+        seen: set[str] = set()
+        while True:
+            word = "".join(rng.choices(self.syllables, k=num_syllables))
+            if word not in seen:
+                seen.add(word)
+                yield word
+
+
+TRAINED = Wording(
+    syllables=tuple(map("".join, itertools.product(_CONSONANTS, _VOWELS))),
+    fillers=(
+        "Nobody asked about {word}.",
+        "The way to {word} is long.",
+        "It rained in {word} again.",
+        "A letter from {word} came late.",
+        "They spoke of {word} for an hour.",
+    ),
+    decoys=(
+        "The room of {word} is {digits}.",
+        "The code was sent to {word}.",
+        "{word} has {digits} letters.",
+        "Nobody knows the code of {word}.",
+        "What is in {word} is lost.",
+    ),
 )
-# As long as a needle, with a number, and with words of the question.
-_DECOYS = (
-    "The room of {word} is {digits}.",
-    "The code was sent to {word}.",
-    "{word} has {digits} letters.",
-    "Nobody knows the code of {word}.",
-    "What is in {word} is lost.",
+# Training makes none of these: its names begin with a consonant and end with a vowel.
+HELD_OUT = Wording(
+    syllables=tuple(map("".join, itertools.product(_VOWELS, _CONSONANTS))),
+    fillers=(
+        "Two ships left {word} at dawn.",
+        "We heard a song about {word}.",
+        "Snow fell on the hills near {word}.",
+        "No bridge leads over to {word}.",
+        "Once {word} was a quiet place.",
+    ),
+    decoys=(
+        "The number on {word} is {digits}.",
+        "A code was found beside {word}.",
+        "{word} lost {digits} coins.",
+        "Somebody wrote the code of {word}.",
+        "What {word} keeps is a secret.",
+    ),
 )
-_NEEDLES = ("The code of {word} is {digits}.",)
+
+
+Between = Literal["fillers", "decoys", "needles"]  # of `Wording`
 
 
 class Puzzle(NamedTuple):
@@ -56,23 +103,20 @@ class Puzzle(NamedTuple):
     answers: list[str]
     evidence: list[str]
     match: Match = "all"
-    fillers: tuple[str, ...] = _FILLERS  # sentences between, with a word and perhaps digits
+    between: Between = "fillers"
 
 
-def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
-    """Generates made-up words, none twice."""
-    syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, _VOWELS)]
-    seen: set[str] = set()
-    while True:
-        word = "".join(rng.choices(syllables, k=num_syllables))
-        if word not in seen:
-            seen.add(word)
-            yield word
-
-
-def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: int) -> Puzzle:
+def needle(
+    rng: random.Random,
+    wording: Wording,
+    *,
+    num_keys: int,
+    num_values: int,
+    num_queries: int,
+    between: Between = "fillers",
+) -> Puzzle:
     """Hides codes of keys, and asks for all codes of some keys."""
-    fresh = words(rng)
+    fresh = wording.words(rng)
     keys = [next(fresh) for _ in range(num_keys)]
     codes = {key: [str(rng.randrange(1000, 10_000)) for _ in range(num_values)] for key in keys}
     statements = [f"The code of {key} is {code}." for key in keys for code in codes[key]]
@@ -82,12 +126,14 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
     question = f"{what} of {' and '.join(targets)}?"
     answers = [code for key in targets for code in codes[key]]
     evidence = [f"The code of {key} is {code}." for key in targets for code in codes[key]]
-    return Puzzle(statements, question, answers, evidence)
+    return Puzzle(statements, question, answers, evidence, between=between)
 
 
-def registers(rng: random.Random, *, num_registers: int, num_updates: int) -> Puzzle:
+def registers(
+    rng: random.Random, wording: Wording, *, num_registers: int, num_updates: int
+) -> Puzzle:
     """Overwrites a few registers again and again, and asks for what one holds at the end."""
-    fresh = words(rng, num_syllables=2)
+    fresh = wording.words(rng, num_syllables=2)
     names = [next(fresh) for _ in range(num_registers)]
     updates = [rng.choice(names) for _ in range(num_updates)]
     updates[: len(names)] = names  # each is set once at least
@@ -99,13 +145,15 @@ def registers(rng: random.Random, *, num_registers: int, num_updates: int) -> Pu
     return Puzzle(statements, f"What does {name} hold?", [answer], [statements[last]])
 
 
-def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> Puzzle:
+def variable_tracking(
+    rng: random.Random, wording: Wording, *, hops: int, num_chains: int = 2
+) -> Puzzle:
     """Chains variables that copy the value of the one before, and asks for all of one chain.
 
     Names are short, so that the evidence of two hops, the question and its answer fit a window of
     64 tokens.
     """
-    fresh = words(rng, num_syllables=2)
+    fresh = wording.words(rng, num_syllables=2)
     values = [str(value) for value in rng.sample(range(1000, 10_000), num_chains)]
     chains = [[next(fresh) for _ in range(hops + 1)] for _ in values]
     queues = []
@@ -116,9 +164,11 @@ def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> 
     return Puzzle(_interleaved(rng, queues), question, chains[0], queues[0])
 
 
-def common_words(rng: random.Random, *, num_common: int = 3, repeats: int = 6) -> Puzzle:
+def common_words(
+    rng: random.Random, wording: Wording, *, num_common: int = 3, repeats: int = 6
+) -> Puzzle:
     """Lists words, some more often than all others, and asks for those."""
-    fresh = words(rng)
+    fresh = wording.words(rng)
     common = [next(fresh) for _ in range(num_common)]
     rare = [next(fresh) for _ in range(2 * num_common)]
     sequence = common * repeats + rare
@@ -128,9 +178,9 @@ def common_words(rng: random.Random, *, num_common: int = 3, repeats: int = 6) -
     return Puzzle(statements, question, common, evidence=[])
 
 
-def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
+def look_up(rng: random.Random, wording: Wording, *, num_people: int = 6) -> Puzzle:
     """Asks for the city of somebody's friend, among facts about others."""
-    fresh = words(rng)
+    fresh = wording.words(rng)
     people = [next(fresh).capitalize() for _ in range(num_people)]
     cities = [next(fresh).capitalize() for _ in range(num_people)]
     statements = [f"{p} lives in {c}." for p, c in zip(people, cities, strict=True)]
@@ -145,9 +195,9 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
     return Puzzle(statements, question, [city], evidence, "any")
 
 
-def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
+def arithmetic(rng: random.Random, wording: Wording, *, steps: int) -> Puzzle:
     """Chains at most nine sums and differences, each of the value before; none is negative."""
-    fresh = words(rng)
+    fresh = wording.words(rng)
     name = next(fresh)
     value = rng.randrange(10 * steps, 100)  # each step subtracts 9 at most
     statements = [f"{name} is {value}."]
@@ -161,9 +211,9 @@ def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
     return Puzzle(statements, f"What is {name}?", [str(value)], statements[::-1], "any")
 
 
-def logic(rng: random.Random, *, steps: int) -> Puzzle:
+def logic(rng: random.Random, wording: Wording, *, steps: int) -> Puzzle:
     """Chains implications from a fact, and others from nothing; half of the answers are yes."""
-    fresh = words(rng)
+    fresh = wording.words(rng)
     chains = [[next(fresh) for _ in range(steps + 1)] for _ in range(2)]
     queues = [[f"If {a} then {b}." for a, b in itertools.pairwise(names)] for names in chains]
     queues[0].insert(0, f"It holds that {chains[0][0]}.")
@@ -183,24 +233,20 @@ def _interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:
     return [next(rests[place]) for place in turns]
 
 
-KINDS: dict[str, Callable[[random.Random], Puzzle]] = {
-    "needle_keys": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=1),
-    "needle_values": lambda rng: needle(rng, num_keys=2, num_values=3, num_queries=1),
-    "needle_queries": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=2),
-    "variable_tracking": lambda rng: variable_tracking(rng, hops=2),
+KINDS: dict[str, Callable[[random.Random, Wording], Puzzle]] = {
+    "needle_keys": partial(needle, num_keys=4, num_values=1, num_queries=1),
+    "needle_values": partial(needle, num_keys=2, num_values=3, num_queries=1),
+    "needle_queries": partial(needle, num_keys=4, num_values=1, num_queries=2),
+    "variable_tracking": partial(variable_tracking, hops=2),
     "common_words": common_words,
     "look_up": look_up,
-    "arithmetic": lambda rng: arithmetic(rng, steps=3),
-    "logic": lambda rng: logic(rng, steps=3),
-    "needle_decoys": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=1)._replace(
-        fillers=_DECOYS
-    ),
+    "arithmetic": partial(arithmetic, steps=3),
+    "logic": partial(logic, steps=3),
+    "needle_decoys": partial(needle, num_keys=4, num_values=1, num_queries=1, between="decoys"),
     # every sentence is a needle
-    "needle_haystack": lambda rng: needle(rng, num_keys=4, num_values=1, num_queries=1)._replace(
-        fillers=_NEEDLES
-    ),
+    "needle_haystack": partial(needle, num_keys=4, num_values=1, num_queries=1, between="needles"),
     # more updates than an agent's budget lets it write at the lengths that have room for them
-    "registers": lambda rng: registers(rng, num_registers=4, num_updates=40),
+    "registers": partial(registers, num_registers=4, num_updates=40),
 }
 
 
@@ -256,6 +302,7 @@ def generate_examples(
     length_ratio: int,
     window_tokens: int,
     count_tokens: CountTokens,
+    wording: Wording = TRAINED,
 ) -> Example:
     """Makes example `number` of a task; equal arguments give equal examples.
 
@@ -267,15 +314,17 @@ def generate_examples(
         number, seed: of the example, and of all examples.
         length_ratio: length of the text in windows of `window_tokens`.
         count_tokens: tokens of a sentence with the space behind it.
+        wording: of names, and of the sentences between statements.
     Raises:
         DataError: if the task is unknown, or its statements are longer than the text may be.
     """
     check_task(task)
     rng = random.Random(f"{seed}/{task}/{length_ratio}/{number}")
-    puzzle = KINDS[task](rng)
+    puzzle = KINDS[task](rng, wording)
     # a text of one window has no window before the last
     last_tokens = window_tokens if length_ratio > 1 else 0
-    sentences = _lay_out(puzzle, rng, length_ratio * window_tokens, last_tokens, count_tokens)
+    most = length_ratio * window_tokens
+    sentences = _lay_out(puzzle, wording, rng, most, last_tokens, count_tokens)
     if sentences is None:
         needed = sum(count_tokens(f"{line} ") for line in puzzle.statements)
         why = ", as whole sentences without any of them fill its last window" if last_tokens else ""
@@ -295,22 +344,28 @@ def generate_examples(
 
 
 def _lay_out(
-    puzzle: Puzzle, rng: random.Random, most: int, last_tokens: int, count_tokens: CountTokens
+    puzzle: Puzzle,
+    wording: Wording,
+    rng: random.Random,
+    most: int,
+    last_tokens: int,
+    count_tokens: CountTokens,
 ) -> list[str] | None:
     """Puts statements in their order among fillers; None where they do not fit.
 
     The text ends with fillers of at least `last_tokens` tokens.
     """
     room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
+    templates: tuple[str, ...] = getattr(wording, puzzle.between)
     # a filler that names a word of the puzzle could mislead, or answer
     statement_words = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
     fillers = []
     spent = 0
     num_last = 0
-    for word in words(rng):
+    for word in wording.words(rng):
         if word in statement_words:
             continue
-        template = rng.choice(puzzle.fillers)
+        template = rng.choice(templates)
         digits = rng.randrange(1000, 10_000) if "{digits}" in template else 0
         if str(digits) in statement_words:
             continue

@@ -35,7 +35,7 @@ from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.recall import Samples
 from cdrmix.reasoning.state_rows import moved
 from cdrmix.reasoning.task_files import read_examples, write_examples
-from cdrmix.reasoning.tasks import RECALL, Example, check_task
+from cdrmix.reasoning.tasks import RECALL, TRAINED, Example, Wording, check_task
 from cdrmix.stage_b.controls import CONTROLS, Answers, Controls, ControlScore, summary
 from cdrmix.stage_b.phases import grade_by
 
@@ -212,6 +212,8 @@ def evaluate_reasoning(
     loaded: TrainedReader,
     *,
     num_examples: int,
+    seed: int = 0,
+    wording: Wording = TRAINED,
     file: Path | None = None,
     written: Path | None = None,
     branches: bool = False,
@@ -221,6 +223,7 @@ def evaluate_reasoning(
 
     Args:
         num_examples: texts for each task of its training and each length.
+        seed, wording: of these texts.
         file: tasks to read in place of the suite; DataError if a row cannot be used.
         written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
@@ -233,7 +236,14 @@ def evaluate_reasoning(
             logger.warning("warning: %s", warning)
     else:
         tasks = made_up(lessons)
-        examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
+        examples = suite(
+            lessons,
+            tasks,
+            length_ratios=LENGTH_RATIOS,
+            num_examples=num_examples,
+            seed=seed,
+            wording=wording,
+        )
         for cell in held_out_cells(lessons, num_examples=num_examples):
             examples += cell
     if written is not None:
@@ -294,13 +304,22 @@ def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
 
 
 def suite(
-    lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
+    lessons: Lessons,
+    tasks: Sequence[str],
+    *,
+    length_ratios: Sequence[int],
+    num_examples: int,
+    seed: int = 0,
+    wording: Wording = TRAINED,
 ) -> list[Example]:
     """Returns examples of every task and length (windows), on texts that training did not see.
 
+    Another `seed` gives other texts, so that choices can be made on some and told of others.
     Examples too long for a length are replaced by later ones, as long as tries last. Raises
     DataError if a task is unknown.
     """
+    # A seed of its own: lessons of training are drawn from others.
+    of_texts = f"{lessons.seed}/{seed}{EVALUATION}" if seed else f"{lessons.seed}{EVALUATION}"
     chosen = []
     for task, ratio in product(tasks, length_ratios):
         check_task(task)
@@ -308,8 +327,7 @@ def suite(
         misfit = None
         for number in range(_TRIES_PER_EXAMPLE * num_examples):
             try:
-                # A seed of its own: lessons of training are drawn from others.
-                examples.append(lessons.example(task, f"{lessons.seed}{EVALUATION}", number, ratio))
+                examples.append(lessons.example(task, of_texts, number, ratio, wording=wording))
             except DataError as error:
                 misfit = error
             if len(examples) == num_examples:

@@ -39,7 +39,8 @@ class Reasoning:
     `limit` texts of each task and length, 32 by default, or tasks of a file. Options: `branches`,
     to act by branches instead of the likeliest action, from the advantage `accept_threshold` on;
     `write_tasks`, a file to write the tasks to; `controls`, to answer the same texts in the ways of
-    `stage_b.controls`.
+    `stage_b.controls`; `held_out_wording`, to make texts of names and sentences that training makes
+    none of.
     """
 
     def check(self, request: Request) -> None:
@@ -54,10 +55,15 @@ class Reasoning:
                 f"reasoning: --tasks {request.tasks} is no file. Give one with a JSON object per "
                 "line (docs/reasoning.md)"
             )
-        if request.limit is not None or options.get("write_tasks"):
+        given = [
+            request.limit,
+            request.seed,
+            *map(options.get, ("write_tasks", "held_out_wording")),
+        ]
+        if any(given):
             raise ConfigError(
-                "reasoning: --tasks reads every row of its file. Leave --limit, --examples and "
-                "--write-tasks out"
+                "reasoning: --tasks reads every row of its file. Leave --limit, --examples, "
+                "--seed, --write-tasks and --held-out-wording out"
             )
 
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
@@ -66,6 +72,7 @@ class Reasoning:
         The rows of the standard suite are kept as RUN_DIR/reasoning.json too. Raises ConfigError
         for a model that is spread over ranks, StateError for one without memory.
         """
+        from cdrmix.reasoning.tasks import HELD_OUT, TRAINED
         from cdrmix.stage_b.long_context import (
             evaluate_reasoning,
             reader_of,
@@ -81,16 +88,20 @@ class Reasoning:
             loaded = with_held_out(loaded, data=judged.data)
         written = options.get("write_tasks")
         branches = bool(options.get("branches"))
+        wording = HELD_OUT if options.get("held_out_wording") else TRAINED
         evaluated = evaluate_reasoning(
             loaded,
             num_examples=request.limit or _NUM_EXAMPLES,
+            seed=request.seed,
+            wording=wording,
             file=request.tasks,
             written=None if written is None else Path(written),
             branches=branches,
             controls=bool(options.get("controls")),
         )
         # The run directory keeps the table of the standard suite alone.
-        if request.tasks is None and not branches:
+        is_standard = request.seed == 0 and wording is TRAINED and not branches
+        if request.tasks is None and is_standard:
             try:
                 store_rows(trained.checkpoint, evaluated.rows)
             except StateError as error:  # it may be read-only, and the suite takes minutes
@@ -109,6 +120,8 @@ class Reasoning:
             rows,
             settings={
                 "seed": loaded.lessons.seed,
+                "text_seed": request.seed,
+                "held_out_wording": wording is HELD_OUT,
                 "window_tokens": loaded.lessons.window_tokens,
                 "task_file": own.digest if (own := loaded.lessons.own) else None,
                 "tasks": None if request.tasks is None else str(request.tasks),

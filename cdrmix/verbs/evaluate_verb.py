@@ -42,6 +42,7 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
     "tasks": ("perplexity", "zero-shot", "code", "reasoning"),
     "write_tasks": ("reasoning",),
     "controls": ("reasoning",),
+    "held_out_wording": ("reasoning",),
     "branches": ("reasoning",),
     "accept_threshold": ("reasoning",),
     "execute_code": ("code",),
@@ -52,7 +53,14 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
 # Those of them that a suite of a user's may read.
 _OF_PLUGINS = ("data", "examples", "tasks", "execute_code", "sandbox", "base", "weights")
 # Flags that become options of the suite.
-_OPTIONS = ("max_tokens", "write_tasks", "controls", "branches", "accept_threshold")
+_OPTIONS = (
+    "max_tokens",
+    "write_tasks",
+    "controls",
+    "held_out_wording",
+    "branches",
+    "accept_threshold",
+)
 
 
 def add_evaluate(verbs: Verbs) -> None:
@@ -89,6 +97,8 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     flag("--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to a file")
     rivals = "answer the same texts without memory, from all of them, at random and more"
     flag("--controls", action="store_true", help=rivals)
+    unseen = "texts of names and sentences that training made none of"
+    flag("--held-out-wording", action="store_true", help=unseen)
     add_branch_flags(parser)
     run = "run the programs that the model writes, in a sandbox"
     flag("--execute-code", action="store_true", help=run)

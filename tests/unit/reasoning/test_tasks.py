@@ -13,9 +13,12 @@ from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.reasoning.task_files import read_examples, write_examples
 from cdrmix.reasoning.tasks import (
+    HELD_OUT,
     KINDS,
     RECALL,
+    TRAINED,
     Example,
+    Wording,
     arithmetic,
     generate_examples,
     logic,
@@ -31,7 +34,9 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def make(task: str, number: int = 0, *, seed: int = 0, ratio: int = 4) -> Example:
+def make(
+    task: str, number: int = 0, *, seed: int = 0, ratio: int = 4, wording: Wording = TRAINED
+) -> Example:
     return generate_examples(
         task,
         number=number,
@@ -39,6 +44,7 @@ def make(task: str, number: int = 0, *, seed: int = 0, ratio: int = 4) -> Exampl
         length_ratio=ratio,
         window_tokens=WINDOW,
         count_tokens=count_words,
+        wording=wording,
     )
 
 
@@ -47,6 +53,26 @@ def test_equal_seeds_give_equal_examples_and_others_do_not(task: str) -> None:
     assert make(task, 3, seed=5) == make(task, 3, seed=5)
     others = {make(task, 4, seed=5).text, make(task, 3, seed=6).text, make(task, 3, seed=5).text}
     assert len(others) == 3
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_held_out_wording_is_the_same_task_in_names_and_fillers_of_its_own(task: str) -> None:
+    def names(wording: Wording) -> set[str]:
+        """Words of a few texts, without those of the task itself and of the fillers."""
+        fixed = " ".join((*wording.fillers, *wording.decoys, *wording.needles))
+        of_task = {"the", "code", "codes", "of", "is", "listed", "let", "set", "to", "if", "then"}
+        of_task |= {"it", "holds", "that", "lives", "in", "friend", "plus", "minus", "and"}
+        texts = " ".join(make(task, number, wording=wording).text for number in range(5)).lower()
+        return set(re.findall(r"[a-z]+", texts)) - set(re.findall(r"\w+", fixed.lower())) - of_task
+
+    trained, held_out = names(TRAINED), names(HELD_OUT)
+    assert len(trained) > 20 and len(held_out) > 20
+    assert all(re.fullmatch(r"([^aeiou][aeiou])+", name) for name in trained)
+    assert all(re.fullmatch(r"([aeiou][^aeiou])+", name) for name in held_out)
+    assert not {*TRAINED.fillers, *TRAINED.decoys} & {*HELD_OUT.fillers, *HELD_OUT.decoys}
+    # statements and questions keep their words: what is asked for is the same skill
+    told, other = make(task), make(task, wording=HELD_OUT)
+    assert told.match == other.match and len(told.evidence) == len(other.evidence)
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -115,7 +141,7 @@ def test_listing_everything_earns_no_more_than_its_beginning() -> None:
 
 def test_every_hop_of_a_chain_is_stated_before_it_is_needed() -> None:
     for seed in range(20):
-        puzzle = variable_tracking(random.Random(seed), hops=3)
+        puzzle = variable_tracking(random.Random(seed), TRAINED, hops=3)
         places = [
             next(i for i, line in enumerate(puzzle.statements) if line.startswith(f"Let {name} ="))
             for name in puzzle.answers
@@ -125,7 +151,7 @@ def test_every_hop_of_a_chain_is_stated_before_it_is_needed() -> None:
 
 def test_arithmetic_is_right() -> None:
     for seed in range(20):
-        puzzle = arithmetic(random.Random(seed), steps=4)
+        puzzle = arithmetic(random.Random(seed), TRAINED, steps=4)
         known: dict[str, int] = {}
         for line in puzzle.statements:
             name, _, what = line.rstrip(".").partition(" is ")
@@ -137,7 +163,7 @@ def test_arithmetic_is_right() -> None:
 def test_logic_follows_from_what_is_said_and_half_of_it_holds() -> None:
     told = []
     for seed in range(200):
-        puzzle = logic(random.Random(seed), steps=3)
+        puzzle = logic(random.Random(seed), TRAINED, steps=3)
         rules = [re.fullmatch(r"If (\w+) then (\w+)\.", line) for line in puzzle.statements]
         (start,) = re.findall(r"It holds that (\w+)\.", " ".join(puzzle.statements))
         holds = {start}
@@ -150,7 +176,7 @@ def test_logic_follows_from_what_is_said_and_half_of_it_holds() -> None:
 
 
 def test_a_look_up_takes_two_facts() -> None:
-    puzzle = look_up(random.Random(0))
+    puzzle = look_up(random.Random(0), TRAINED)
     asked = re.fullmatch(r"Where does the friend of (\w+) live\?", puzzle.question)[1]
     text = " ".join(puzzle.statements)
     (friend,) = re.findall(rf"The friend of {asked} is (\w+)\.", text)

@@ -19,7 +19,7 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade
-from cdrmix.reasoning.tasks import Example
+from cdrmix.reasoning.tasks import HELD_OUT, Example
 from cdrmix.stage_b import long_context
 from cdrmix.stage_b.answering import answer_with
 from cdrmix.stage_b.long_context import (
@@ -98,6 +98,18 @@ def test_the_checker_of_the_reward_is_the_checker_of_the_score(reader: MemoryRea
     assert 0 < row.score < 1
 
 
+def test_texts_of_another_seed_or_wording_are_others() -> None:
+    def texts(**wishes: Any) -> set[str]:
+        lessons = small_lessons(small_config())
+        found = suite(lessons, ["logic"], length_ratios=(4,), num_examples=3, **wishes)
+        return {example.text for example in found}
+
+    standard = texts()
+    assert len(standard) == 3 and texts(seed=0) == standard
+    for others in (texts(seed=1), texts(wording=HELD_OUT), texts(seed=1, wording=HELD_OUT)):
+        assert len(others) == 3 and not others & standard
+
+
 def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
     lessons = small_lessons(small_config())
     rows = score_tasks(reader, lessons, ["common_words"], length_ratios=(1,), num_examples=1)
@@ -110,11 +122,13 @@ def test_examples_without_room_give_way_to_the_next(
 ) -> None:
     tried: list[int] = []
 
-    def example(self: Lessons, task: str, seed: str, number: int, ratio: int) -> Example:
+    def example(
+        self: Lessons, task: str, seed: str, number: int, ratio: int, **wording: Any
+    ) -> Example:
         tried.append(number)
         if number % 3 != 1:
             raise DataError("no room")
-        return original(self, task, seed, number, ratio)
+        return original(self, task, seed, number, ratio, **wording)
 
     original = Lessons.example
     monkeypatch.setattr(Lessons, "example", example)
@@ -189,6 +203,27 @@ def test_tasks_of_a_file_are_scored_as_those_of_the_suite(judged: Judged) -> Non
     assert any(line.startswith("score, backbone alone") for line in shown["notes"])
 
 
+@pytest.mark.parametrize("wish", ["seed", "held_out_wording"])
+def test_the_runs_own_table_is_of_one_seed_and_wording(judged: Judged, wish: str) -> None:
+    folder = Path(judged.source)
+    files = [folder / "standard.jsonl", folder / "others.jsonl"]
+    standard = evaluated(judged, limit=2, options={"write_tasks": files[0]})
+    stored = (folder / "reasoning.json").read_text()
+    options: dict[str, Any] = {"write_tasks": files[1]}
+    if wish == "seed":
+        others = evaluated(judged, limit=2, seed=7, options=options)
+    else:
+        others = evaluated(judged, limit=2, options=options | {wish: True})
+    assert (folder / "reasoning.json").read_text() == stored
+    told = [
+        (shown["settings"]["text_seed"], shown["settings"]["held_out_wording"])
+        for shown in (standard, others)
+    ]
+    assert told == [(0, False), (7, False) if wish == "seed" else (0, True)]
+    texts = [{json.loads(row)["text"] for row in file.read_text().splitlines()} for file in files]
+    assert len(texts[0]) == len(texts[1]) == 4 and not texts[0] & texts[1]
+
+
 def test_rows_are_told_also_where_they_cannot_be_stored(
     judged: Judged, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +289,7 @@ def test_flags_that_would_do_nothing_are_refused(
         ({"options": {"accept_threshold": 0.5}}, "accept_threshold goes with branches"),
         ({"tasks": Path("/nowhere")}, "--tasks /nowhere is no file"),
         ({"tasks": Path(__file__), "limit": 3}, "--tasks reads every row of its file"),
+        ({"tasks": Path(__file__), "seed": 1}, "--tasks reads every row of its file"),
     ],
 )
 def test_wishes_that_do_not_go_together_are_refused(wishes: Any, message: str) -> None:
