@@ -30,7 +30,7 @@ _VOWELS = "aeiou"
 
 
 class Wording(NamedTuple):
-    """What names are made of, and the sentences between the statements of a text.
+    """Syllables of names, and the sentences between the statements of a text.
 
     Sentences have a `{word}`, and some have `{digits}`. Decoys are as long as a needle, with a
     number, and with words of the question.

@@ -135,7 +135,7 @@ def _task_losses(
         temperature=reader.config.memory.contrastive_temperature,
     )
     chosen = hidden[count:, : labels.shape[1]]
-    answer = _answer_loss(reader, chosen, labels)
+    answer = answer_loss(reader, chosen, labels)
     with torch.no_grad():
         answered = labels != IGNORED_LABEL
         guesses = torch.full_like(labels, IGNORED_LABEL)
@@ -148,7 +148,7 @@ def _task_losses(
     return losses, metrics
 
 
-def _answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor:
+def answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor:
     """Nats per label of windows, [n, T, D] and [n, T].
 
     Few tokens have a label: only their hidden states meet the vocabulary.
@@ -256,7 +256,7 @@ def _backbone_losses(
     if lesson.drills:
         questions, answers = zip(*lesson.drills, strict=True)
         tokens, labels = rows_with_answers(questions, answers, weight.device)
-        losses["drill"] = _answer_loss(reader, reader.backbone(tokens).hidden, labels)
+        losses["drill"] = answer_loss(reader, reader.backbone(tokens).hidden, labels)
     if len(lesson.plain):
         output: Output = reader.backbone(lesson.plain[:, :-1])
         labels = lesson.plain[:, 1:]

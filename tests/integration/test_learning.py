@@ -4,14 +4,22 @@ Seed 0 and as few steps as it takes; three seeds and longer runs are in `make be
 functions.
 """
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from cdrmix.evaluation.trained import TrainedModel
+from cdrmix.stage_b.long_context import TrainedReader
+from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader
 from tools.benchmark import learn_binding as binding
 from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
 from tools.benchmark import learn_retrieval as retrieval
 from tools.benchmark import learn_system as system
 from tools.benchmark import policy_choices as choices
+from tools.benchmark import reasoning_table as table
 
 
 @pytest.mark.parametrize("rank", [min(binding.ROWS), max(binding.ROWS)])
@@ -72,3 +80,51 @@ def test_the_whole_learns_to_fetch_what_its_question_asks_for() -> None:
     assert found["trained"] >= 0.90
     assert found["untrained"] <= 0.20
     assert found["cache_write masked"] == 0
+
+
+@pytest.mark.parametrize("rival", table.RIVALS)
+def test_a_trained_rival_learns_and_the_reader_stays(
+    rival: table.Rival, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers over two windows become likelier than after its first steps; nothing else moves."""
+    for name, value in (("RATIOS", (2,)), ("RIVAL_BATCH", 8), ("RIVAL_WARMUP", 1)):
+        monkeypatch.setattr(table, name, value)
+    monkeypatch.setattr(table, "RIVAL_RATE", 5e-3)
+    reader, lessons, config = system.small_reader(0)
+    trained = TrainedModel(config, reader.backbone, lessons.tokenizer, "0" * 64, Path("1"), 1)
+    loaded = TrainedReader(trained, reader, lessons)
+    before = {name: tensor.clone() for name, tensor in reader.state_dict().items()}
+    losses: list[float] = []
+    original = table.rival_loss
+
+    def noted(*arguments: Any) -> tuple[torch.Tensor, int]:
+        loss, tokens = original(*arguments)
+        losses.append(loss.item())
+        return loss, tokens
+
+    monkeypatch.setattr(table, "rival_loss", noted)
+    learned = table.train_rival(loaded, rival, num_tokens=80_000, seed=0)
+    assert losses[-1] < 0.6 * losses[0]
+    moved = {name for name, each in learned.state_dict().items() if not each.equal(before[name])}
+    assert moved and all(name.startswith("plastic.backbone") for name in moved)
+    assert all(each.equal(before[name]) for name, each in reader.state_dict().items())
+
+
+def test_a_rival_with_carried_state_is_corrected_through_all_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = small_config()
+    reader, lessons = small_reader(config), small_lessons(config)
+    examples = [lessons.example("needle_keys", "0", number, 3) for number in range(2)]
+
+    def gradient() -> torch.Tensor:
+        reader.zero_grad()
+        table.rival_loss(reader, lessons, "state", examples)[0].backward()
+        found = reader.backbone.embedding.weight.grad
+        assert found is not None
+        return found.clone()
+
+    through_all = gradient()
+    monkeypatch.setattr(table, "carry", torch.no_grad()(table.carry))
+    last_alone = gradient()
+    assert (through_all - last_alone).norm() > 0.1 * last_alone.norm()

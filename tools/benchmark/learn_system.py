@@ -1,16 +1,11 @@
-"""Stage B as a whole learns to answer from texts eight times as long as its window.
+"""A small reader learns, from nothing, to fetch what its question asks for.
 
-Full form: `cdrmix-reason-tiny` from text to table, as a user runs it, for three seeds; what counts
-are the needle among several keys and the variable followed over two hops, at 512 tokens, beside the
-backbone alone. Short form, for the tests: a smaller reader learns from nothing to fetch what its
-question asks for; an episode is worth the share of the evidence that stands in the window when it
-is answered.
+The short form of `reasoning_table`, for the tests. An episode is worth the share of the evidence
+that stands in the window when it is answered.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,47 +20,19 @@ from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.models.backbone import Backbone
-from cdrmix.network import free_port
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import generate_examples
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.long_context import load_reader, score_examples, suite
 from tools.benchmark.learn_policy import learn_from
-from tools.benchmark.timing import report
 
 TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")
-LENGTH_RATIO = 8
-NUM_EVALUATED = 128
-
 SMALL_WINDOW = 64
 SMALL_VOCABULARY = 512
 RATES = {"memory": 3e-3, "adapters": 1e-2, "backbone": 3e-3}
 POLICY_RATE = 1e-2
-
-
-def run(seed: int) -> dict[str, Any]:
-    """From text to table with one seed; seconds are wall time on two ranks."""
-    with tempfile.TemporaryDirectory() as name:
-        run_dir = Path(name) / "run"
-        command = [
-            str(Path(sys.executable).with_name("deepspeed")),
-            *("--num_gpus", "2", "--master_port", str(free_port())),
-            *("--log_level", "error", "launch/train.py"),
-            *("--config", "model_configs/cdrmix-reason-tiny.yaml", "--run-dir", str(run_dir)),
-            *("--set", f"training.seed={seed}"),
-        ]
-        began = time.monotonic()
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        seconds = time.monotonic() - began
-        loaded = load_reader(run_dir)
-        lessons = loaded.lessons
-        examples = suite(lessons, TASKS, length_ratios=(LENGTH_RATIO,), num_examples=NUM_EVALUATED)
-        rows = score_examples(loaded.reader, lessons, examples).rows
-    scores = {row.task: (row.score, row.backbone_score) for row in rows}
-    return {"seed": seed, "seconds": seconds, "scores": scores}
 
 
 class Fetching(ReadingEpisodes):
@@ -200,18 +167,3 @@ def _fetched(
     episodes = Fetching(reader, lesson, forbidden=forbidden)
     final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
     return float(final.earned.mean())
-
-
-def measure(rounds: int) -> dict[str, Any]:
-    """The full form, with so many seeds."""
-    return {"rounds": rounds, "learned": [run(seed) for seed in range(rounds)]}
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the rows."""
-    for row in result["learned"]:
-        print(row)
-
-
-if __name__ == "__main__":
-    report(measure, show, rounds=3, description=__doc__)

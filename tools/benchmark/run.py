@@ -33,7 +33,7 @@ from tools.benchmark.learn_rows import (
     policy_rows,
     registers_rows,
     retrieval_rows,
-    system_rows,
+    table_rows,
 )
 from tools.benchmark.live import live_rows
 from tools.benchmark.public_runs import public_rows
@@ -389,7 +389,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "learn_retrieval": ("Stage B: episodic retrieval", retrieval_rows),
     "learn_policy": ("Stage B: the memory agent", policy_rows),
     "policy_choices": ("Stage B: choices of the agent's learning", policy_choice_rows),
-    "learn_system": ("Stage B: the whole, from text to table", system_rows),
+    "reasoning_table": ("Stage B: the whole beside its rivals", table_rows),
     "reasoning": ("Stage B: what it costs", cost_rows),
 }
 

@@ -1,0 +1,238 @@
+"""Stage B as a whole, from text to table, beside its rivals.
+
+`cdrmix-reason-tiny`, as a user runs it, for so many seeds. What counts are texts of eight windows,
+512 tokens, in the wording of training and in one that training makes none of, answered by the
+agent, by its backbone alone and by all columns of `cdrmix.stage_b.controls`. `whole` and `state`
+are there twice: as the backbone stands, which learned on windows alone, and trained. A trained
+rival begins as the backbone of the finished reader, so that it has seen all that the reader learned
+from, and then learns to answer texts of 1 to 8 windows.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.config.reasoning import Phase
+from cdrmix.errors import DataError
+from cdrmix.network import free_port
+from cdrmix.reasoning.carried_state import carry
+from cdrmix.reasoning.lessons import Lesson, Lessons
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.own_tasks import target
+from cdrmix.reasoning.segments import window_tokens
+from cdrmix.reasoning.state_rows import moved
+from cdrmix.reasoning.tasks import HELD_OUT, TRAINED, Example
+from cdrmix.stage_b.answer_rows import rows_with_answers
+from cdrmix.stage_b.controls import Answers, Controls, summary
+from cdrmix.stage_b.long_context import TrainedReader, load_reader, score_examples, suite
+from cdrmix.stage_b.phases import answer_loss, grade_by
+from tools.benchmark.timing import report
+
+TASKS = ("needle_keys", "variable_tracking")
+LENGTH_RATIO = 8
+RATIOS = (1, 2, 4, 8)  # of the rivals' texts
+NUM_EVALUATED = 64
+WORDINGS = {"trained": TRAINED, "held-out": HELD_OUT}
+Rival = Literal["whole", "state"]
+RIVALS: tuple[Rival, ...] = ("whole", "state")
+RIVAL_RATE = 1.6e-3  # as the backbone's in Stage B
+RIVAL_WARMUP = 20
+RIVAL_BATCH = 32
+
+
+def train_tiny(run_dir: Path, seed: int) -> float:
+    """Trains `cdrmix-reason-tiny` on two ranks; returns the seconds of wall time."""
+    command = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        *("--num_gpus", "2", "--master_port", str(free_port())),
+        *("--log_level", "error", "launch/train.py"),
+        *("--config", "model_configs/cdrmix-reason-tiny.yaml", "--run-dir", str(run_dir)),
+        *("--set", f"training.seed={seed}"),
+    ]
+    began = time.monotonic()
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return time.monotonic() - began
+
+
+def columns(loaded: TrainedReader, *, num_evaluated: int = NUM_EVALUATED) -> dict[str, Any]:
+    """Scores of the agent, of the backbone alone and of all controls: wording -> task -> column."""
+    found: dict[str, Any] = {}
+    for name in WORDINGS:
+        examples = _texts(loaded.lessons, num_evaluated, name)
+        rows = score_examples(loaded.reader, loaded.lessons, examples, controls=True).rows
+        found[name] = {row.task: row.as_json()["controls"] for row in rows}
+        for row in rows:
+            found[name][row.task]["backbone"] = {"score": row.backbone_score, "n": row.n}
+    return found
+
+
+def _texts(lessons: Lessons, count: int, wording: str) -> list[Example]:
+    ratios = (LENGTH_RATIO,)
+    return suite(
+        *(lessons, TASKS), length_ratios=ratios, num_examples=count, wording=WORDINGS[wording]
+    )
+
+
+def train_rival(loaded: TrainedReader, rival: Rival, *, num_tokens: int, seed: int) -> MemoryReader:
+    """Returns a copy of a reader whose backbone was taught the answers at full length.
+
+    `state` reads a text window by window, and is corrected through all of them. Lengths enter one
+    after the other over the first half, as those of the policy's phase do.
+    """
+    reader = copy.deepcopy(loaded.reader).train()
+    backbone = reader.backbone.requires_grad_(True)
+    optimizer = torch.optim.AdamW(backbone.parameters(), weight_decay=0)
+    done = 0
+    for step in range(sys.maxsize):
+        if done >= num_tokens:
+            break
+        share = done / num_tokens
+        entered = RATIOS[: 1 + int(min(2 * share, 0.999) * len(RATIOS))]
+        ratio = entered[step % len(entered)]
+        examples = _rival_examples(loaded.lessons, f"{seed}/{rival}", step, ratio)
+        loss, read = rival_loss(reader, loaded.lessons, rival, examples)
+        for group in optimizer.param_groups:
+            group["lr"] = RIVAL_RATE * min((step + 1) / RIVAL_WARMUP, 1, max(0.05, 2 - 2 * share))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
+        optimizer.step()
+        done += read
+    return reader.eval()
+
+
+def _rival_examples(lessons: Lessons, seed: str, step: int, ratio: int) -> list[Example]:
+    """A batch of one length; a task without room in it takes a longer one."""
+    examples = []
+    for place in range(RIVAL_BATCH):
+        number = step * RIVAL_BATCH + place
+        for longer in range(ratio, 2 * LENGTH_RATIO):
+            try:
+                task = TASKS[number % len(TASKS)]
+                examples.append(lessons.example(task, seed, number, longer))
+            except DataError:
+                continue
+            break
+    return examples
+
+
+def rival_loss(
+    reader: MemoryReader, lessons: Lessons, rival: Rival, examples: Sequence[Example]
+) -> tuple[Tensor, int]:
+    """Nats per token of the answers, and the tokens that were read."""
+    encode = lessons.tokenizer.encode
+    marks = lessons.marks
+    texts = [[id for part in lessons.segments(each.text) for id in part] for each in examples]
+    questions = [encode(each.question) for each in examples]
+    answers = [(*encode(target(each)), marks.stop) for each in examples]
+    state = None
+    if rival == "state":
+        state = carry(reader.backbone, texts, window_tokens=reader.window_tokens)
+        windows = [window_tokens([], question, marks) for question in questions]
+    else:
+        pairs = zip(texts, questions, strict=True)
+        windows = [window_tokens([text], question, marks) for text, question in pairs]
+    tokens, labels = rows_with_answers(windows, answers, reader.backbone.device)
+    hidden = reader.backbone(tokens, state=state).hidden
+    read = sum(map(len, windows)) + (sum(map(len, texts)) if rival == "state" else 0)
+    return answer_loss(reader, hidden, labels), read
+
+
+@torch.no_grad()
+def rival_scores(
+    reader: MemoryReader, lessons: Lessons, rival: Rival, *, num_evaluated: int = NUM_EVALUATED
+) -> dict[str, Any]:
+    """Scores of a trained rival on the texts of `columns`: wording -> task -> score."""
+    found: dict[str, Any] = {}
+    for name in WORDINGS:
+        examples = _texts(lessons, num_evaluated, name)
+        found[name] = {}
+        for task in TASKS:
+            chosen = [each for each in examples if each.task == task]
+            score = summary([_answered(reader, lessons, rival, chosen)])
+            found[name][task] = {"score": score.score, "low": score.low, "high": score.high}
+    return found
+
+
+def _answered(
+    reader: MemoryReader, lessons: Lessons, rival: Rival, examples: Sequence[Example]
+) -> Answers:
+    segments = [lessons.segments(each.text) for each in examples]
+    texts = moved(
+        lessons.texts(segments, [each.question for each in examples]), reader.backbone.device
+    )
+    grade = grade_by(examples, lessons.tokenizer)
+    reading = reader.read(texts, plastic=False)
+    answers = Controls(reader, lessons, examples, texts, reading, 0.0, grade).answers(rival)
+    assert answers is not None, "of columns that need evidence alone"
+    return answers
+
+
+def stage_b_tokens(loaded: TrainedReader) -> int:
+    """Tokens that the backbone read in the phases without episodes, by a few lessons of each."""
+    training = loaded.lessons.training
+    total = 0.0
+    phases: dict[Phase, int] = {
+        "memory": training.memory_steps,
+        "adapters": training.adapter_steps,
+        "joint": training.joint_steps,
+    }
+    for phase, steps in phases.items():
+        lessons = [loaded.lessons.lesson(phase, number) for number in range(4)]
+        mean = sum(_lesson_tokens(loaded.reader, each) for each in lessons) / len(lessons)
+        total += steps * training.lessons_per_step * mean
+    return round(total)
+
+
+def _lesson_tokens(reader: MemoryReader, lesson: Lesson) -> int:
+    """Tokens of segments, of the windows at a retrieval and at the answer, of drills and text."""
+    rows = range(len(lesson.examples))
+    windows = [
+        reader.windows(lesson.texts, rows, chosen) for chosen in (lesson.found, lesson.gathered)
+    ]
+    total = int(lesson.texts.lengths.sum()) + sum(int(each.lengths.sum()) for each in windows)
+    drills = sum(len(window) + len(answer) for window, answer in lesson.drills)
+    return total + sum(map(len, lesson.answers)) + drills + lesson.plain.numel()
+
+
+def table(loaded: TrainedReader, *, seed: int, share: float = 1.0) -> dict[str, Any]:
+    """All columns of one run; `share` of the reader's tokens go to each trained rival."""
+    found = columns(loaded)
+    trained = {}
+    num_tokens = round(share * stage_b_tokens(loaded))
+    lessons = replace(loaded.lessons, drills=False)
+    for rival in RIVALS:
+        reader = train_rival(loaded, rival, num_tokens=num_tokens, seed=seed)
+        trained[rival] = rival_scores(reader, lessons, rival)
+    return {"seed": seed, "columns": found, "trained": trained, "rival_tokens": num_tokens}
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The table of so many seeds."""
+    rows = []
+    for seed in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            seconds = train_tiny(Path(name) / "run", seed)
+            rows.append(table(load_reader(Path(name) / "run"), seed=seed) | {"seconds": seconds})
+    return {"rounds": rounds, "tables": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
+    for row in result["tables"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    report(measure, show, rounds=3, description=__doc__)
