@@ -106,18 +106,9 @@ class Reasoning:
                 store_rows(trained.checkpoint, evaluated.rows)
             except StateError as error:  # it may be read-only, and the suite takes minutes
                 logger.warning("warning: %s", error)
-        rows: list[Row] = [
-            ReasoningRow(
-                each.task,
-                f"score@{each.length_ratio}x",
-                *(each.score, each.low, each.high, each.n),
-                *(each.length_ratio, each.backbone_score),
-            )
-            for each in evaluated.rows
-        ]
         return judged.result(
             "reasoning",
-            rows,
+            _rows(evaluated),
             settings={
                 "seed": loaded.lessons.seed,
                 "text_seed": request.seed,
@@ -131,6 +122,18 @@ class Reasoning:
             details=_details(evaluated),
             notes=["", *evaluated.table().splitlines()],
         )
+
+
+def _rows(evaluated: Evaluated) -> list[Row]:
+    return [
+        ReasoningRow(
+            each.task,
+            f"score@{each.length_ratio}x",
+            *(each.score, each.low, each.high, each.n),
+            *(each.length_ratio, each.backbone_score),
+        )
+        for each in evaluated.rows
+    ]
 
 
 def _details(evaluated: Evaluated) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,10 +92,9 @@ def train_rival(loaded: TrainedReader, rival: Rival, *, num_tokens: int, seed: i
     reader = copy.deepcopy(loaded.reader).train()
     backbone = reader.backbone.requires_grad_(True)
     optimizer = torch.optim.AdamW(backbone.parameters(), weight_decay=0)
+    step = 0
     done = 0
-    for step in range(sys.maxsize):
-        if done >= num_tokens:
-            break
+    while done < num_tokens:
         share = done / num_tokens
         entered = RATIOS[: 1 + int(min(2 * share, 0.999) * len(RATIOS))]
         ratio = entered[step % len(entered)]
@@ -108,6 +106,7 @@ def train_rival(loaded: TrainedReader, rival: Rival, *, num_tokens: int, seed: i
         loss.backward()
         nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
         optimizer.step()
+        step += 1
         done += read
     return reader.eval()
 
@@ -180,7 +179,8 @@ def _answered(
 
 
 def stage_b_tokens(loaded: TrainedReader) -> int:
-    """Tokens that the backbone read in the phases without episodes, by a few lessons of each."""
+    """Tokens of tasks that the backbone read in the phases without episodes, by a few lessons of
+    each; the corpus, which keeps its loss on plain text low, is not among them."""
     training = loaded.lessons.training
     total = 0.0
     phases: dict[Phase, int] = {
@@ -196,25 +196,24 @@ def stage_b_tokens(loaded: TrainedReader) -> int:
 
 
 def _lesson_tokens(reader: MemoryReader, lesson: Lesson) -> int:
-    """Tokens of segments, of the windows at a retrieval and at the answer, of drills and text."""
+    """Tokens of segments, of the windows at a retrieval and at the answer, and of drills."""
     rows = range(len(lesson.examples))
     windows = [
         reader.windows(lesson.texts, rows, chosen) for chosen in (lesson.found, lesson.gathered)
     ]
     total = int(lesson.texts.lengths.sum()) + sum(int(each.lengths.sum()) for each in windows)
     drills = sum(len(window) + len(answer) for window, answer in lesson.drills)
-    return total + sum(map(len, lesson.answers)) + drills + lesson.plain.numel()
+    return total + sum(map(len, lesson.answers)) + drills
 
 
 def table(loaded: TrainedReader, *, seed: int, share: float = 1.0) -> dict[str, Any]:
-    """All columns of one run; `share` of the reader's tokens go to each trained rival."""
+    """All columns of one run; each trained rival reads `share` of `stage_b_tokens`."""
     found = columns(loaded)
     trained = {}
     num_tokens = round(share * stage_b_tokens(loaded))
-    lessons = replace(loaded.lessons, drills=False)
     for rival in RIVALS:
         reader = train_rival(loaded, rival, num_tokens=num_tokens, seed=seed)
-        trained[rival] = rival_scores(reader, lessons, rival)
+        trained[rival] = rival_scores(reader, loaded.lessons, rival)
     return {"seed": seed, "columns": found, "trained": trained, "rival_tokens": num_tokens}
 
 
