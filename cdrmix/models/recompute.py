@@ -36,11 +36,14 @@ class Statistics(NamedTuple):
     depth: Tensor | None  # of routed blocks, [L, S] as in `planning.depth.DEPTH_STATISTICS`
 
 
+BlockStates = list[BlockState | RoutedState]  # one for each of consecutive blocks
+
+
 class Context(TypedDict, total=False):
     """Surroundings of the tokens of a forward pass; by default whole sequences without a state."""
 
     segment_ids: Tensor | None  # document of each token, [B, T]: never falls, and nothing crosses
-    state: list[BlockState | RoutedState] | None  # of each block, where an earlier call stopped
+    state: BlockStates | None  # where an earlier call stopped
     return_state: bool  # return the states after token T too, views that hold on to whole tensors
 
 
@@ -50,12 +53,12 @@ def run_blocks(
     v_first: Tensor | None,
     *,
     segment_ids: Tensor | None = None,
-    state: list[BlockState | RoutedState] | None = None,
+    state: BlockStates | None = None,
     return_state: bool = False,
     recompute: Recomputation = "none",
     sequence_checkpoint_tokens: int | None = None,
     is_compiled: bool = False,
-) -> tuple[Tensor, Tensor | None, Statistics, list[BlockState | RoutedState] | None]:
+) -> tuple[Tensor, Tensor | None, Statistics, BlockStates | None]:
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
     Args:
@@ -76,7 +79,7 @@ def run_blocks(
     spans = _spans(x.shape[1], sequence_checkpoint_tokens)
     statistics = []
     depth = []
-    states: list[BlockState | RoutedState] = []
+    states: BlockStates = []
     for i, block in enumerate(blocks):
         assert isinstance(block, Block), "the list holds blocks only"
         past = state[i] if state else None

@@ -10,13 +10,17 @@ on every stage and does the same there, including the choices of an agent.
               ignored; gradients go from stage to stage; the first one broadcasts the gradient
               of its blocks' input, which every stage computed alike
 
+The rows of a call go through the stages in pieces, so that stages compute at the same time.
+Autograd runs what was computed last first: backward, pieces follow each other the other way round,
+on all stages alike.
+
 A backward pass exchanges what its forward pass did, in reverse. A ticket, zero, goes into each
 call and comes out of it, and the last one into the loss, so that autograd runs through every call
 on all stages, the latest first, whatever of it the loss depends on. A call in which nothing learns
 takes no ticket and exchanges nothing on the way back.
 """
 
-# B batch, T time, D hidden
+# B batch, b rows of a piece of it, T time, D hidden
 
 from __future__ import annotations
 
@@ -30,11 +34,13 @@ from torch import Tensor, nn
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import Block
-from cdrmix.models.recompute import Context, run_blocks
+from cdrmix.models.recompute import BlockStates, Context, run_blocks
+from cdrmix.models.state_rows import joined, part
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part, sum_over_ranks
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.blocks.block_type import is_v_first_made
+from cdrmix.planning.stage_b import pieces_of_rows
 
 Measured = TypeVar("Measured")
 
@@ -49,6 +55,7 @@ class FrozenStages(Backbone):
         super().__init__(config, block=block)
         self.topology = topology
         self.layers = layers
+        self.rows: slice | None = None  # of the call, which its blocks compute now
         self._ticket: Tensor | None = None
         self._learns_inside = False
 
@@ -61,10 +68,31 @@ class FrozenStages(Backbone):
         if learns:
             assert self._ticket is not None, "what learns is computed under `chained`"
             ticket = self._ticket
-        # residual stream, and v_first once a stage before has made it, both [B, T, D]
+        rows, tokens = input_ids.shape
+        pieces = pieces_of_rows(rows, tokens, self.topology.degrees.pipeline)
+        entering = _Enter.apply(x, ticket, self.topology)
+        sizes = [piece.stop - piece.start for piece in pieces]
+        left = []
+        states = []
+        for piece, embedded in zip(pieces, entering.split(sizes), strict=True):
+            self.rows = piece
+            leaving, after = self._run(embedded, part(context, piece))
+            left.append(leaving)
+            states.append(after)
+        hidden, ticket = _Share.apply(torch.cat(left), self.topology)
+        assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
+        if learns:
+            self._ticket = ticket
+        # no router statistics: frozen routers do not learn
+        return Output(hidden, None, joined(states))
+
+    def _run(self, x: Tensor, context: Context) -> tuple[Tensor, BlockStates | None]:
+        """Runs this stage's blocks on a piece: hidden states [b, T, D] of the last stage, and
+        states after the piece."""
+        # residual stream, and v_first once a stage before has made it, both [b, T, D]
         v_first_arrives = is_v_first_made(self.config, self.layers.start)
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
-        arrived = _Arrive.apply(x, ticket, self.topology, exchange.num_elements(parts, x.dtype))
+        arrived = _Arrive.apply(x, self.topology, exchange.num_elements(parts, x.dtype))
         first = self.topology.is_first_stage
         entered = [arrived] if first else list(exchange.unpack(arrived, parts))
         v_first = entered[1] if v_first_arrives else None
@@ -74,11 +102,12 @@ class FrozenStages(Backbone):
             leaving = self.final_norm(out)
         else:
             leaving = exchange.pack(*([out] if v_first is None else [out, v_first]))
-        hidden, ticket = _Leave.apply(leaving, self.topology, x.shape)
-        assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
-        if learns:
-            self._ticket = ticket
-        return Output(hidden, None, after)  # no router statistics: frozen routers do not learn
+        return _Leave.apply(leaving, self.topology, x.shape), after
+
+
+def rows_that_run(backbone: Backbone) -> slice | None:
+    """Returns the rows of a call that its blocks compute now; None if those are all rows."""
+    return backbone.rows if isinstance(backbone, FrozenStages) else None
 
 
 def chained(
@@ -133,13 +162,31 @@ class _Issue(torch.autograd.Function):
         return None
 
 
-class _Arrive(torch.autograd.Function):
-    """Input of a stage's blocks: the embedded tokens, or the flat tensor of the stage before."""
+class _Enter(torch.autograd.Function):
+    """Embedded tokens of a call, whose gradient comes from the first stage."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ticket: Tensor, topology: Topology, num_elements: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ticket: Tensor, topology: Topology) -> Tensor:
+        ctx.topology = topology
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        topology = ctx.topology
+        ticket = grad.new_zeros((), dtype=torch.float32)
+        if not ctx.needs_input_grad[0]:  # alike on all stages
+            return None, ticket, None
+        # after all pieces: the first stage has its gradients last
+        entered = grad.contiguous()
+        torch.distributed.broadcast(entered, src=topology.rank_at(0), group=topology.pipeline_group)
+        return entered, ticket, None
+
+
+class _Arrive(torch.autograd.Function):
+    """Input of a stage's blocks: embedded tokens, or the flat tensor of the stage before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topology: Topology, num_elements: int) -> Tensor:
         ctx.topology = topology
         ctx.shape = x.shape
         if topology.is_first_stage:
@@ -151,39 +198,27 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
-        entered = grad.contiguous()  # a send takes memory as it lies; a gradient may be expanded
-        if not topology.is_first_stage:
-            # before the broadcast, which the first stage joins only after it has its gradients
-            torch.distributed.send(entered, topology.rank_at(topology.stage - 1))
-            entered = grad.new_empty(ctx.shape)
-        ticket = grad.new_zeros((), dtype=torch.float32)
-        if not ctx.needs_input_grad[0]:  # alike on all stages
-            return None, ticket, None, None
-        torch.distributed.broadcast(entered, src=topology.rank_at(0), group=topology.pipeline_group)
-        return entered, ticket, None, None
+        if topology.is_first_stage:
+            return grad, None, None
+        # a send takes memory as it lies; a gradient may be expanded
+        torch.distributed.send(grad.contiguous(), topology.rank_at(topology.stage - 1))
+        return grad.new_zeros(ctx.shape), None, None  # the first stage's counts
 
 
 class _Leave(torch.autograd.Function):
-    """Hidden states of the last stage, and a ticket for the next call."""
+    """Hidden states of the last stage; of others, room for them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size) -> Tensor:
         ctx.topology = topology
         ctx.shape = leaving.shape
         if topology.is_last_stage:
-            hidden = leaving.view_as(leaving)
-        else:
-            # before the broadcast, which the last stage joins only after it has run its blocks
-            torch.distributed.send(leaving, topology.rank_at(topology.stage + 1))
-            hidden = leaving.new_empty(shape)
-        last = topology.rank_at(topology.degrees.pipeline - 1)
-        torch.distributed.broadcast(hidden, src=last, group=topology.pipeline_group)
-        return hidden, leaving.new_zeros((), dtype=torch.float32)
+            return leaving.view_as(leaving)
+        torch.distributed.send(leaving, topology.rank_at(topology.stage + 1))
+        return leaving.new_empty(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
         if topology.is_last_stage:
             return grad, None, None
@@ -192,3 +227,18 @@ class _Leave(torch.autograd.Function):
         arrived = grad.new_empty(ctx.shape)
         torch.distributed.recv(arrived, topology.rank_at(topology.stage + 1))
         return arrived, None, None
+
+
+class _Share(torch.autograd.Function):
+    """Hidden states of the last stage on all stages, and a ticket for the next call."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, topology: Topology) -> tuple[Tensor, Tensor]:
+        last = topology.rank_at(topology.degrees.pipeline - 1)
+        torch.distributed.broadcast(hidden, src=last, group=topology.pipeline_group)
+        ctx.mark_dirty(hidden)
+        return hidden, hidden.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None

@@ -23,6 +23,7 @@ those of one lesson at a time, and then no activations of another phase: the lar
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -59,6 +60,11 @@ _WINDOWS_OF_TEXT = 4
 # Approximate tokens of a question, an answer and the marks around them.
 _QUESTION_TOKENS = 64
 _STATE_BYTES = 4  # fast weights are float32
+# Pieces of a call's rows for each pipeline stage, and the fewest tokens of one. With four a stage
+# waits for a fifth of the time. A piece reads all weights of the stage, which takes as long as
+# computing some hundred tokens with them.
+_PIECES_PER_STAGE = 4
+_PIECE_TOKENS = 512
 # Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
 _OPTIMIZER_BYTES = 46
 
@@ -89,6 +95,17 @@ def rows_of_text(texts: int) -> int:
 def row_tokens(window_tokens: int, sequence_length: int) -> int:
     """Tokens of a row of plain text: the first windows of a row of the corpus."""
     return min(sequence_length, _WINDOWS_OF_TEXT * window_tokens)
+
+
+def pieces_of_rows(rows: int, tokens: int, stages: int) -> list[slice]:
+    """Cuts a call of `rows` rows of `tokens` tokens into pieces, which follow each other through
+    the stages of a pipeline: while one stage computes a piece, the one before computes the next.
+    """
+    if stages == 1:
+        return [slice(0, rows)]
+    pieces = max(1, min(_PIECES_PER_STAGE * stages, rows, rows * tokens // _PIECE_TOKENS))
+    ends = [rows * place // pieces for place in range(pieces + 1)]
+    return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
 def steps_after_question(policy: PolicyConfig) -> int:
@@ -194,6 +211,12 @@ class _Model:
         self._calls = TRAINED_SEGMENTS + 1 + -(-row // self._window)
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         read = segment + question_head(self._window) * (training.question == "first")
+        # rows and tokens of a call, and how many are alike
+        self._shapes = [
+            (texts, read, TRAINED_SEGMENTS),
+            (2 * texts, window, 1),
+            (rows_of_text(texts), min(row, self._window), -(-row // self._window)),
+        ]
         self._tokens = texts * (TRAINED_SEGMENTS * read + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
@@ -221,8 +244,7 @@ class _Model:
     def step_seconds(self, pipeline: int) -> float:
         """Time of a step of the joint phase.
 
-        One stage of a pipeline computes while the others wait, so that a lesson takes the time of
-        the whole model on any number of them. A frozen backbone has no gradients of its matrices.
+        A frozen backbone has no gradients of its matrices.
         """
         training = self._stage_b.training
         cluster = self._cluster
@@ -240,7 +262,21 @@ class _Model:
         exchanged = 2 * self._memory.element_bytes * trained * (1 - 1 / data)
         once = exchanged / ring_bandwidth(cluster, data)
         once += memory_seconds(_OPTIMIZER_BYTES * trained / data, cluster)
+        lesson *= self._share_of_time(pipeline)
         return -(-training.lessons_per_step // data) * lesson + once
+
+    def _share_of_time(self, stages: int) -> float:
+        """Time of a lesson's calls on so many stages, as a share of that on one.
+
+        Of a call in n pieces, a stage computes n and waits for as many as there are other stages.
+        """
+        alone = 0
+        staged = 0.0
+        for rows, tokens, count in self._shapes:
+            pieces = len(pieces_of_rows(rows, tokens, stages))
+            alone += rows * tokens * count
+            staged += rows * tokens * count * (pieces + stages - 1) / (pieces * stages)
+        return staged / alone
 
     def estimate(self, pipeline: int) -> Memory:
         """Bytes on the fullest rank of a number of stages."""

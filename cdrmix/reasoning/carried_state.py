@@ -15,7 +15,7 @@ import torch
 from cdrmix.models.attention import AttentionState
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import BlockState
-from cdrmix.reasoning.state_rows import map_tensors, select
+from cdrmix.models.state_rows import map_tensors, select
 
 
 def carry(

@@ -15,6 +15,7 @@ names and, with plasticity off, its numbers stay what they are.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,8 @@ from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import Block, BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.initialize import normal_
-from cdrmix.parallel.frozen_stages import mean_over_layers
+from cdrmix.models.state_rows import joined, part
+from cdrmix.parallel.frozen_stages import mean_over_layers, rows_that_run
 from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.blocks.feed_forward import linears
 from cdrmix.reasoning.fast_weights import (
@@ -295,19 +297,24 @@ class PlasticBackbone(nn.Module):
             with_correlation: compute the local objective too.
             mask: True for text, [B, T]; over padding, fast weights stay as they are.
         """
-        results: dict[str, Adapted] = {}
+        results: dict[str, list[Adapted]] = defaultdict(list)  # of each piece of the rows
 
         def adapt(name: str, _: nn.Module, inputs: tuple[Tensor, ...], y0: Tensor) -> Tensor:
-            results[name] = self.adapter(name)(
+            before, passes = state.layers[name], mask
+            rows = rows_that_run(self.backbone)
+            if rows is not None:
+                before, passes = part((before, passes), rows)
+            adapted = self.adapter(name)(
                 inputs[0],
                 y0,
-                state.layers[name],
+                before,
                 start=state.num_tokens,
                 writes=writes,
                 with_correlation=with_correlation,
-                mask=mask,
+                mask=passes,
             )
-            return results[name].y
+            results[name].append(adapted)
+            return adapted.y
 
         # only for this call, so that the same backbone can also be run without its adapters
         with contextlib.ExitStack() as hooks:
@@ -316,14 +323,19 @@ class PlasticBackbone(nn.Module):
             output = self.backbone(
                 input_ids, segment_ids=segment_ids, state=state.blocks, return_state=return_blocks
             )
-        after = EpisodeState(
-            {name: result.after for name, result in results.items()},
-            state.num_tokens + (input_ids.shape[1] if writes else 0),
-            output.state,
-        )
-        parts = [each.correlation for each in results.values() if each.correlation is not None]
-        # a stage of a pipeline holds some layers; the mean is over those of all stages
-        correlation = mean_over_layers(torch.stack(parts), self.backbone) if parts else None
+        layers: dict[str, FastWeights] = {}
+        objectives = []
+        for name, pieces in results.items():
+            layers[name] = joined([piece.after for piece in pieces])
+            parts = [piece.correlation for piece in pieces if piece.correlation is not None]
+            if parts:
+                objectives.append(torch.stack(parts).sum(0))
+        num_tokens = state.num_tokens + (input_ids.shape[1] if writes else 0)
+        after = EpisodeState(layers, num_tokens, output.state)
+        correlation = None
+        if objectives:
+            # a stage of a pipeline holds some layers; the mean is over those of all stages
+            correlation = mean_over_layers(torch.stack(objectives), self.backbone)
         return PlasticOutput(output, after, correlation)
 
     def adapter(self, name: str) -> PlasticAdapter:

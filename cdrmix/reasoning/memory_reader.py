@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from cdrmix.config.reasoning import MemoryPart, StageBConfig
 from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.state_rows import select
 from cdrmix.planning.stage_b import question_head, segment_tokens
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Asked, Marks, Texts, ask_first, fitting, window_tokens
-from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score, window filled, last action

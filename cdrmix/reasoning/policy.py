@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
 from cdrmix.models.initialize import normal_
+from cdrmix.models.state_rows import branch, merge, select
 from cdrmix.objectives.grpo import (
     PolicyMetrics,
     are_alike,
@@ -28,7 +29,6 @@ from cdrmix.objectives.grpo import (
     lambda_returns,
     leave_one_out_advantages,
 )
-from cdrmix.reasoning.state_rows import branch, merge, select
 
 
 class Observation(NamedTuple):

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from cdrmix.errors import DataError
+from cdrmix.models.state_rows import moved
 from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, opened
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
-from cdrmix.reasoning.state_rows import moved
 from cdrmix.stage_b.long_context import TrainedReader, check_room
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdrmix.models.state_rows import merge
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
@@ -38,7 +39,6 @@ from cdrmix.reasoning.reading_environment import (
     ReadingState,
 )
 from cdrmix.reasoning.segments import Texts, window_tokens
-from cdrmix.reasoning.state_rows import merge
 from cdrmix.reasoning.tasks import Example
 
 CONTROLS = ("whole", "state", "oracle", "all", "words", "random", "-plastic", "-slots", "-write")

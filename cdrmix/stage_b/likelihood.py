@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cdrmix.models.state_rows import select
 from cdrmix.objectives.language_model import IGNORED_LABEL
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
-from cdrmix.reasoning.state_rows import select
 from cdrmix.stage_b.answer_rows import rows_with_answers
 
 

@@ -25,6 +25,7 @@ from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
+from cdrmix.models.state_rows import moved
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.monitoring.suite_results import bootstrap_interval
 from cdrmix.reasoning.lessons import EVALUATION, Lessons
@@ -33,7 +34,6 @@ from cdrmix.reasoning.own_tasks import OwnTasks, read_own_tasks, target
 from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.recall import Samples
-from cdrmix.reasoning.state_rows import moved
 from cdrmix.reasoning.task_files import read_examples, write_examples
 from cdrmix.reasoning.tasks import RECALL, TRAINED, Example, Wording, check_task
 from cdrmix.stage_b.controls import CONTROLS, Answers, Controls, ControlScore, summary

@@ -31,6 +31,7 @@ from cdrmix.engines.routing import router_parts
 from cdrmix.engines.training_data import Corpus
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.moe import rows_of
+from cdrmix.models.state_rows import moved, select
 from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
@@ -48,7 +49,6 @@ from cdrmix.reasoning.policy import (
 )
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.recall import Samples
-from cdrmix.reasoning.state_rows import moved, select
 from cdrmix.reasoning.tasks import Example, score
 from cdrmix.stage_b.answer_rows import rows_with_answers
 from cdrmix.stage_b.likelihood import preferences

@@ -12,7 +12,8 @@ import torch
 from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
-from cdrmix.parallel.frozen_stages import chained, mean_over_layers
+from cdrmix.parallel.frozen_stages import FrozenStages, chained, mean_over_layers
+from cdrmix.planning import stage_b
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b.phases import Course
@@ -34,6 +35,12 @@ def config_of_four_blocks() -> Config:
     return config.model_copy(update={"model": model})
 
 
+@pytest.fixture(autouse=True)
+def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets rows go through the stages one by one, however few tokens they have."""
+    monkeypatch.setattr(stage_b, "_PIECE_TOKENS", 1)
+
+
 def lessons_with_text(config: Config) -> Lessons:
     """Lessons with rows of text of two windows."""
 
@@ -46,7 +53,6 @@ def lessons_with_text(config: Config) -> Lessons:
 def reader_of_stage(config: Config, whole: MemoryReader, pipeline: int) -> MemoryReader:
     """What a stage has of a whole reader."""
     from cdrmix import runtime
-    from cdrmix.parallel.frozen_stages import FrozenStages
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.layout import Degrees
     from cdrmix.planning.stage_b import stage_b_layers
@@ -88,6 +94,8 @@ def learn_on_stages(phase: Phase) -> list[str]:
     whole = small_reader(config)
     reader = reader_of_stage(config, whole, runtime.world_size())
     loss, metrics, gradients = learned(reader, config, phase)
+    assert isinstance(reader.backbone, FrozenStages)
+    assert reader.backbone.rows == slice(1, 2), "the last of two rows, by itself"
     wanted_loss, wanted_metrics, wanted = learned(whole, config, phase)
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(metrics, wanted_metrics, rtol=1e-6, atol=0)

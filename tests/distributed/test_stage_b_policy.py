@@ -15,6 +15,7 @@ from cdrmix.checkpoint.fragments import Part
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
+from cdrmix.models.state_rows import branch
 from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.policy import (
     Advantages,
@@ -24,7 +25,6 @@ from cdrmix.reasoning.policy import (
     policy_loss,
     roll_out,
 )
-from cdrmix.reasoning.state_rows import branch
 from cdrmix.stage_b.phases import StepMean
 from tests.harness import run_ranks
 from tools.benchmark.learn_policy import HIDDEN, environment, make_streams

@@ -20,10 +20,10 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
+from cdrmix.models.state_rows import map_tensors
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.fast_weights import CLAMP_EVERY_TOKENS, Rule
 from cdrmix.reasoning.hebbian import PlasticBackbone
-from cdrmix.reasoning.state_rows import map_tensors
 from tools.benchmark.timing import report
 
 NUM_KEYS = 32

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
+from cdrmix.models.state_rows import branch
 from cdrmix.objectives.grpo import PolicyMetrics, group_advantages
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.policy import (
@@ -34,7 +35,6 @@ from cdrmix.reasoning.policy import (
     roll_out,
     roll_out_branches,
 )
-from cdrmix.reasoning.state_rows import branch
 from tools.benchmark.segment_stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from cdrmix.config.reasoning import StageBTraining
+from cdrmix.models.state_rows import branch
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.policy import Action, MemoryPolicy, Observation, roll_out
-from cdrmix.reasoning.state_rows import branch
 from tools.benchmark.learn_policy import (
     GROUP_SIZE,
     LEARNING_RATE,

@@ -20,13 +20,13 @@ from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import BlockState
 from cdrmix.models.initialize import normal_
+from cdrmix.models.state_rows import map_tensors
 from cdrmix.planning.counts import count, stage_b_params
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
 from cdrmix.reasoning.fast_weights import FastWeights
 from cdrmix.reasoning.hebbian import PlasticAdapter, PlasticBackbone
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
-from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 from tools.benchmark.learn_retrieval import SIZES, latency
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report

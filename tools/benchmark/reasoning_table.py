@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from cdrmix.config.reasoning import Phase
 from cdrmix.errors import DataError
+from cdrmix.models.state_rows import moved
 from cdrmix.network import free_port
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.own_tasks import target
 from cdrmix.reasoning.segments import window_tokens
-from cdrmix.reasoning.state_rows import moved
 from cdrmix.reasoning.tasks import HELD_OUT, TRAINED, Example
 from cdrmix.stage_b.answer_rows import rows_with_answers
 from cdrmix.stage_b.controls import Answers, Controls, summary

@@ -6,6 +6,7 @@ import torch
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
+from cdrmix.models.state_rows import branch, map_tensors, select
 from cdrmix.reasoning.fast_weights import RULES, FastWeights, Writes, correlation_loss
 from cdrmix.reasoning.hebbian import (
     LARGEST_RELATIVE_CHANGE,
@@ -14,7 +15,6 @@ from cdrmix.reasoning.hebbian import (
     PlasticBackbone,
     clamped,
 )
-from cdrmix.reasoning.state_rows import branch, map_tensors, select
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32}
 ADAPTERS = AdapterConfig(rank=8, alpha=0.2, decay=0.98)

@@ -13,9 +13,9 @@ from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
+from cdrmix.models.state_rows import select
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
-from cdrmix.reasoning.state_rows import select
 from cdrmix.stage_b.phases import Collected, Course, StepMean, phase_loss
 from tests.unit.reasoning.small_reader import (
     TASKS,

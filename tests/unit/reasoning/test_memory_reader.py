@@ -5,10 +5,10 @@ import torch
 
 from cdrmix.config.reasoning import ANSWER_TOKENS
 from cdrmix.errors import DataError
+from cdrmix.models.state_rows import select
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
-from cdrmix.reasoning.state_rows import select
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
     small_config,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
+from cdrmix.models.state_rows import branch, map_tensors, select
 from cdrmix.reasoning.policy import (
     Action,
     Advantages,
@@ -19,7 +20,6 @@ from cdrmix.reasoning.policy import (
     roll_out_branches,
     step_by_branches,
 )
-from cdrmix.reasoning.state_rows import branch, map_tensors, select
 from tools.benchmark.learn_policy import (
     HIDDEN,
     NUM_SEGMENTS,

@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.config.schema import Config
+from cdrmix.models.state_rows import select
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.own_tasks import read_own_tasks
-from cdrmix.reasoning.state_rows import select
 from cdrmix.stage_b.answer_rows import rows_with_answers
 from cdrmix.stage_b.likelihood import preferences
 from cdrmix.stage_b.phases import Course, retrieval_loss

@@ -7,7 +7,7 @@ state they come from, and a rejected branch is simply dropped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,18 @@ def branch(state: State, count: int) -> State:
 def select(state: State, rows: Tensor) -> State:
     """Copies chosen rows of every tensor, [n] int64."""
     return map_tensors(state, lambda tensor: tensor.index_select(0, rows))
+
+
+def part(state: State, rows: slice) -> State:
+    """Returns consecutive rows of every tensor, as views."""
+    return map_tensors(state, lambda tensor: tensor[rows])
+
+
+def joined(parts: Sequence[State]) -> State:
+    """Puts the rows of states of one structure below each other; a single one is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return map_tensors(parts[0], lambda *tensors: torch.cat(tensors), *parts[1:])
 
 
 def merge(rows: Tensor, new: State, old: State) -> State:
