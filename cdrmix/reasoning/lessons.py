@@ -206,7 +206,7 @@ class Lessons:
             place = next((i for i, text in enumerate(texts) if line in text), None)
             if place is not None and place not in evidence:
                 evidence.append(place)
-            elif place is None and not is_made_up(example):
+            elif place is None:
                 # it is longer than a segment, or is cut by their borders
                 evidence += [each for each in spans(texts, line) if each not in evidence]
         return evidence

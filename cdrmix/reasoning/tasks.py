@@ -30,16 +30,19 @@ _VOWELS = "aeiou"
 
 
 class Wording(NamedTuple):
-    """Syllables of names, and the sentences between the statements of a text.
+    """Syllables of names, forms of statements and questions, and sentences between the statements.
 
-    Sentences have a `{word}`, and some have `{digits}`. Decoys are as long as a needle, with a
-    number, and with words of the question.
+    A text says all of one kind in one form. Fillers and decoys have a `{word}`, and some have
+    `{digits}`. Decoys are as long as a needle, with a number, and with words of the question.
     """
 
     syllables: tuple[str, ...]
+    needles: tuple[str, ...]  # statements of the code `{digits}` of `{word}`
+    ask_needles: tuple[tuple[str, str], ...]  # for one code and for several, of `{words}`
+    copies: tuple[str, ...]  # statements that `{new}` holds what `{old}` does, or is
+    ask_copies: tuple[str, ...]  # for all that hold `{value}`
     fillers: tuple[str, ...]
     decoys: tuple[str, ...]
-    needles: tuple[str, ...] = ("The code of {word} is {digits}.",)
 
     def words(self, rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
         """Generates made-up words, none twice."""
@@ -51,8 +54,36 @@ class Wording(NamedTuple):
                 yield word
 
 
+def _syllables(*, held_out: bool) -> tuple[str, ...]:
+    """A consonant and a vowel, in both orders; of each letter, a fifth of the pairs is held out.
+
+    Names of them begin and end in either. Readers that learn from names of one shape alone copy no
+    others: of two hops in names that begin with a vowel they answered none, having learned from
+    names that begin with a consonant.
+    """
+    pairs = [
+        consonant + vowel
+        for (i, consonant), (j, vowel) in itertools.product(
+            enumerate(_CONSONANTS), enumerate(_VOWELS)
+        )
+        if ((i + j) % 5 == 0) is held_out
+    ]
+    return (*pairs, *(pair[::-1] for pair in pairs))
+
+
 TRAINED = Wording(
-    syllables=tuple(map("".join, itertools.product(_CONSONANTS, _VOWELS))),
+    syllables=_syllables(held_out=False),
+    needles=(
+        "The code of {word} is {digits}.",
+        "{word} has the code {digits}.",
+        "Code {digits} was given to {word}.",
+    ),
+    ask_needles=(
+        ("What is the code of {words}?", "What are the codes of {words}?"),
+        ("Which code has {words}?", "Which codes have {words}?"),
+    ),
+    copies=("Let {new} = {old}.", "Set {new} to {old}.", "{new} takes {old}."),
+    ask_copies=("Which variables hold {value}?", "What holds {value}?"),
     fillers=(
         "Nobody asked about {word}.",
         "The way to {word} is long.",
@@ -68,9 +99,13 @@ TRAINED = Wording(
         "What is in {word} is lost.",
     ),
 )
-# Training makes none of these: its names begin with a consonant and end with a vowel.
+# Nothing of it is in texts of training.
 HELD_OUT = Wording(
-    syllables=tuple(map("".join, itertools.product(_VOWELS, _CONSONANTS))),
+    syllables=_syllables(held_out=True),
+    needles=("{word} goes by the code {digits}.",),
+    ask_needles=(("By which code goes {words}?", "By which codes go {words}?"),),
+    copies=("Now {new} is {old}.",),
+    ask_copies=("Which names are {value}?",),
     fillers=(
         "Two ships left {word} at dawn.",
         "We heard a song about {word}.",
@@ -119,13 +154,16 @@ def needle(
     fresh = wording.words(rng)
     keys = [next(fresh) for _ in range(num_keys)]
     codes = {key: [str(rng.randrange(1000, 10_000)) for _ in range(num_values)] for key in keys}
-    statements = [f"The code of {key} is {code}." for key in keys for code in codes[key]]
+    form = rng.choice(wording.needles)
+    said = {key: [form.format(word=key, digits=code) for code in codes[key]] for key in keys}
+    statements = [line for key in keys for line in said[key]]
     rng.shuffle(statements)
     targets = rng.sample(keys, num_queries)
-    what = "What is the code" if num_queries * num_values == 1 else "What are the codes"
-    question = f"{what} of {' and '.join(targets)}?"
+    ask_one, ask_several = rng.choice(wording.ask_needles)
+    ask = ask_one if num_queries * num_values == 1 else ask_several
+    question = ask.format(words=" and ".join(targets))
     answers = [code for key in targets for code in codes[key]]
-    evidence = [f"The code of {key} is {code}." for key in targets for code in codes[key]]
+    evidence = [line for key in targets for line in said[key]]
     return Puzzle(statements, question, answers, evidence, between=between)
 
 
@@ -156,11 +194,12 @@ def variable_tracking(
     fresh = wording.words(rng, num_syllables=2)
     values = [str(value) for value in rng.sample(range(1000, 10_000), num_chains)]
     chains = [[next(fresh) for _ in range(hops + 1)] for _ in values]
-    queues = []
-    for value, names in zip(values, chains, strict=True):
-        copies = [f"Let {b} = {a}." for a, b in itertools.pairwise(names)]
-        queues.append([f"Let {names[0]} = {value}.", *copies])
-    question = f"Which variables hold {values[0]}?"
+    form = rng.choice(wording.copies)
+    queues = [
+        [form.format(new=b, old=a) for a, b in itertools.pairwise([value, *names])]
+        for value, names in zip(values, chains, strict=True)
+    ]
+    question = rng.choice(wording.ask_copies).format(value=values[0])
     return Puzzle(_interleaved(rng, queues), question, chains[0], queues[0])
 
 

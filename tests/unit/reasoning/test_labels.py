@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from cdrmix.config.reasoning import StageBTraining
 from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.tasks import KINDS
+from cdrmix.reasoning.tasks import KINDS, TRAINED
 from tests.unit.reasoning.small_reader import tokenizer
 
 NUM_TEXTS = 24
 
 
+def _said(forms: Sequence[str], first: str, second: str, text: str) -> list[tuple[str, str]]:
+    """Pairs of words that stand at two places of a statement, in any of its forms."""
+    named = {first: rf"(?P<{first}>\w+)", second: rf"(?P<{second}>\w+)"}
+    return [
+        (match[first], match[second])
+        for form in forms
+        for match in re.finditer(rf"\b{form.replace('.', chr(92) + '.').format(**named)}", text)
+    ]
+
+
 def codes(text: str, question: str) -> set[str]:
     """Codes of the keys that are asked for."""
-    keys = re.findall(r"\w+", question.split(" of ", 1)[1])
-    found = re.findall(r"The code of (\w+) is (\d+)\.", text)
+    keys = re.findall(r"\w+", question)
+    found = _said(TRAINED.needles, "word", "digits", text)
     return {code for key, code in found if key in keys}
 
 
 def holders(text: str, question: str) -> set[str]:
     """Variables that hold a value."""
     holding = {re.search(r"\d+", question)[0]}  # type: ignore[index]
-    copies = re.findall(r"Let (\w+) = (\w+)\.", text)
+    copies = _said(TRAINED.copies, "new", "old", text)
     while True:
         more = {name for name, source in copies if source in holding} - holding
         if not more:

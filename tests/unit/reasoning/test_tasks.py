@@ -57,22 +57,29 @@ def test_equal_seeds_give_equal_examples_and_others_do_not(task: str) -> None:
 
 @pytest.mark.parametrize("task", KINDS)
 def test_held_out_wording_is_the_same_task_in_names_and_fillers_of_its_own(task: str) -> None:
-    def names(wording: Wording) -> set[str]:
-        """Words of a few texts, without those of the task itself and of the fillers."""
-        fixed = " ".join((*wording.fillers, *wording.decoys, *wording.needles))
-        of_task = {"the", "code", "codes", "of", "is", "listed", "let", "set", "to", "if", "then"}
-        of_task |= {"it", "holds", "that", "lives", "in", "friend", "plus", "minus", "and"}
-        texts = " ".join(make(task, number, wording=wording).text for number in range(5)).lower()
-        return set(re.findall(r"[a-z]+", texts)) - set(re.findall(r"\w+", fixed.lower())) - of_task
+    def words(wording: Wording) -> set[str]:
+        """Words of a few texts and their questions."""
+        made = [make(task, number, wording=wording) for number in range(5)]
+        texts = " ".join(f"{each.text} {each.question}" for each in made)
+        return set(re.findall(r"[a-z]+", texts.lower()))
 
-    trained, held_out = names(TRAINED), names(HELD_OUT)
-    assert len(trained) > 20 and len(held_out) > 20
-    assert all(re.fullmatch(r"([^aeiou][aeiou])+", name) for name in trained)
-    assert all(re.fullmatch(r"([aeiou][^aeiou])+", name) for name in held_out)
-    assert not {*TRAINED.fillers, *TRAINED.decoys} & {*HELD_OUT.fillers, *HELD_OUT.decoys}
-    # statements and questions keep their words: what is asked for is the same skill
+    # what is left is of the task itself, as "listed", or an "a" of the sentences
+    trained, held_out = words(TRAINED), words(HELD_OUT)
+    made_of = "|".join(TRAINED.syllables), "|".join(HELD_OUT.syllables)
+    common = {word for word in trained & held_out if len(word) > 5}
+    assert len(trained - held_out) > 20 and len(held_out - trained) > 20
+    assert common <= {"listed", "friend", "letters"}
+    for found, syllables in zip((trained, held_out), made_of, strict=True):
+        names = {word for word in found if re.fullmatch(rf"(?:{syllables}){{2,3}}", word)}
+        assert len(names) > 15
     told, other = make(task), make(task, wording=HELD_OUT)
     assert told.match == other.match and len(told.evidence) == len(other.evidence)
+
+
+def test_nothing_of_held_out_wording_is_in_that_of_training() -> None:
+    for ours, theirs in zip(TRAINED, HELD_OUT, strict=True):
+        assert ours and theirs and not {*ours} & {*theirs}
+    assert len(TRAINED.syllables) == 4 * len(HELD_OUT.syllables) == 112
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -85,10 +92,12 @@ def test_texts_fill_their_length_and_never_exceed_it(task: str, ratio: int) -> N
 def test_a_haystack_is_of_needles_and_decoys_are_none_of_them() -> None:
     haystack = make("needle_haystack")
     sentences = re.findall(r"[^.]+\.", haystack.text)
-    assert all(re.fullmatch(r" ?The code of \w+ is \d{4}\.", each) for each in sentences)
+    forms = "|".join(TRAINED.needles).replace(".", r"\.").format(word=r"\w+", digits=r"\d{4}")
+    assert all(re.fullmatch(rf" ?(?:{forms})", each) for each in sentences)
     assert len(sentences) > 100 and haystack.text.count(haystack.answers[0]) == 1
     decoys = make("needle_decoys")
-    others = [each for each in re.findall(r"[^.]+\.", decoys.text) if "The code of" not in each]
+    told = re.findall(r"[^.]+\.", decoys.text)
+    others = [each for each in told if not re.fullmatch(rf" ?(?:{forms})", each)]
     assert len(re.findall(r"\d{4}", " ".join(others))) > 10
     assert not any(answer in each for answer in decoys.answers for each in others)
 
@@ -142,10 +151,9 @@ def test_listing_everything_earns_no_more_than_its_beginning() -> None:
 def test_every_hop_of_a_chain_is_stated_before_it_is_needed() -> None:
     for seed in range(20):
         puzzle = variable_tracking(random.Random(seed), TRAINED, hops=3)
-        places = [
-            next(i for i, line in enumerate(puzzle.statements) if line.startswith(f"Let {name} ="))
-            for name in puzzle.answers
-        ]
+        places = [puzzle.statements.index(line) for line in puzzle.evidence]
+        for line, name in zip(puzzle.evidence, puzzle.answers, strict=True):
+            assert name in line.split("Set")[-1]
         assert places == sorted(places) and len(set(places)) == 4
 
 
