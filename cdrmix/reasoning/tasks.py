@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,18 +26,24 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 CountTokens = Callable[[str], int]
-_CONSONANTS = "bdfgklmnprstvz"
-_VOWELS = "aeiou"
+# A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
+# from names of one shape alone copy no others: of two hops in names that begin with a vowel they
+# answered none, having learned from names that begin with a consonant.
+_SYLLABLES = tuple(
+    "".join(order)
+    for pair in itertools.product("bdfgklmnprstvz", "aeiou")
+    for order in (pair, pair[::-1])
+)
 
 
 class Wording(NamedTuple):
-    """Syllables of names, forms of statements and questions, and sentences between the statements.
+    """Names, forms of statements and questions, and sentences between the statements.
 
     A text says all of one kind in one form. Fillers and decoys have a `{word}`, and some have
     `{digits}`. Decoys are as long as a needle, with a number, and with words of the question.
     """
 
-    syllables: tuple[str, ...]
+    has_held_out_names: bool
     needles: tuple[str, ...]  # statements of the code `{digits}` of `{word}`
     ask_needles: tuple[tuple[str, str], ...]  # for one code and for several, of `{words}`
     copies: tuple[str, ...]  # statements that `{new}` holds what `{old}` does, or is
@@ -45,34 +52,18 @@ class Wording(NamedTuple):
     decoys: tuple[str, ...]
 
     def words(self, rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
-        """Generates made-up words, none twice."""
+        """Generates made-up words, none twice; a fifth of all words is held out."""
         seen: set[str] = set()
         while True:
-            word = "".join(rng.choices(self.syllables, k=num_syllables))
-            if word not in seen:
+            word = "".join(rng.choices(_SYLLABLES, k=num_syllables))
+            is_held_out = zlib.crc32(word.encode()) % 5 == 0
+            if word not in seen and is_held_out is self.has_held_out_names:
                 seen.add(word)
                 yield word
 
 
-def _syllables(*, held_out: bool) -> tuple[str, ...]:
-    """A consonant and a vowel, in both orders; of each letter, a fifth of the pairs is held out.
-
-    Names of them begin and end in either. Readers that learn from names of one shape alone copy no
-    others: of two hops in names that begin with a vowel they answered none, having learned from
-    names that begin with a consonant.
-    """
-    pairs = [
-        consonant + vowel
-        for (i, consonant), (j, vowel) in itertools.product(
-            enumerate(_CONSONANTS), enumerate(_VOWELS)
-        )
-        if ((i + j) % 5 == 0) is held_out
-    ]
-    return (*pairs, *(pair[::-1] for pair in pairs))
-
-
 TRAINED = Wording(
-    syllables=_syllables(held_out=False),
+    has_held_out_names=False,
     needles=(
         "The code of {word} is {digits}.",
         "{word} has the code {digits}.",
@@ -82,8 +73,23 @@ TRAINED = Wording(
         ("What is the code of {words}?", "What are the codes of {words}?"),
         ("Which code has {words}?", "Which codes have {words}?"),
     ),
-    copies=("Let {new} = {old}.", "Set {new} to {old}.", "{new} takes {old}."),
-    ask_copies=("Which variables hold {value}?", "What holds {value}?"),
+    # Short, so that two hops fit a window of 64 tokens, and several: readers that learn from three
+    # forms follow no other.
+    copies=(
+        "Let {new} = {old}.",
+        "Set {new} to {old}.",
+        "{new} takes {old}.",
+        "{new} gets {old}.",
+        "{new} equals {old}.",
+        "{new} was {old}.",
+        "{new} has {old}.",
+        "{new} means {old}.",
+    ),
+    ask_copies=(
+        "Which variables hold {value}?",
+        "What holds {value}?",
+        "Which of them have {value}?",
+    ),
     fillers=(
         "Nobody asked about {word}.",
         "The way to {word} is long.",
@@ -101,10 +107,10 @@ TRAINED = Wording(
 )
 # Nothing of it is in texts of training.
 HELD_OUT = Wording(
-    syllables=_syllables(held_out=True),
+    has_held_out_names=True,
     needles=("{word} goes by the code {digits}.",),
     ask_needles=(("By which code goes {words}?", "By which codes go {words}?"),),
-    copies=("Now {new} is {old}.",),
+    copies=("Let {new} be {old}.",),
     ask_copies=("Which names are {value}?",),
     fillers=(
         "Two ships left {word} at dawn.",
