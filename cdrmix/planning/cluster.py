@@ -284,6 +284,8 @@ class Memory:
     checkpoint: int = 0
     # checkpoints of checkpoint.tiers.memory; on CPUs they are among the buffers
     memory_tier: int = 0
+    # played episodes of Stage B, which wait in host memory until they are learned from
+    waiting_episodes: int = 0
 
     @property
     def saves_in_background(self) -> bool:
@@ -298,7 +300,7 @@ class Memory:
     @property
     def on_host(self) -> int:
         """Bytes in host memory."""
-        return self.host + self.checkpoint + self.memory_tier
+        return self.host + self.checkpoint + self.memory_tier + self.waiting_episodes
 
     @property
     def total(self) -> int:
@@ -308,7 +310,8 @@ class Memory:
 
     def of_device(self, cluster: Cluster) -> int:
         """Bytes on the device, which on CPUs is the host too: what is offloaded goes nowhere."""
-        return self.total + (self.host if cluster.device == "cpu" else 0)
+        moved = self.host + self.waiting_episodes
+        return self.total + (moved if cluster.device == "cpu" else 0)
 
     def fits(self, cluster: Cluster, *, share: float) -> bool:
         """True if it is within `share` of the device's memory, and of the host's."""

@@ -19,6 +19,7 @@ long the policy's episodes are depends on what the agent does, so they are not t
 
 An episode keeps a hidden state of each of its steps, counted for the longest text. The device holds
 those of one lesson at a time, and then no activations of another phase: the larger of both counts.
+Those of all lessons of a step wait on the host.
 """
 
 from __future__ import annotations
@@ -288,14 +289,23 @@ class _Model:
         ]
         return max(estimates, key=lambda memory: memory.total)
 
+    def _hidden_values(self, steps: int) -> int:
+        """Values of the hidden states of a lesson's episodes of so many steps."""
+        training = self._stage_b.training
+        return training.texts_per_lesson * training.group_size * steps * self._model.hidden_size
+
     def _episode_bytes(self) -> int:
         """Bytes of the played episodes of a lesson, on every stage."""
-        training = self._stage_b.training
-        episodes = training.texts_per_lesson * training.group_size
-        steps = episodes * most_steps(self._stage_b, self._window)
         # Twice as float32: step by step while they are played, then joined. Learning from them
         # takes less: once, and a copy in the type of the heads.
-        return 2 * 4 * steps * self._model.hidden_size
+        return 2 * 4 * self._hidden_values(most_steps(self._stage_b, self._window))
+
+    def _waiting_bytes(self, data: int) -> int:
+        """Bytes of the episodes of a step on the host of a rank, of `data` pipelines."""
+        steps = most_steps(self._stage_b, self._window)
+        steps = min(steps, self._stage_b.policy.horizon or steps)
+        lessons = -(-self._stage_b.training.lessons_per_step // data)
+        return lessons * self._memory.element_bytes * self._hidden_values(steps)
 
     def _on_stage(self, layout: Layout, stage: int, layers: range, *, entering: int) -> Memory:
         """Bytes on a rank of one stage, which `entering` values of each token enter."""
@@ -331,6 +341,7 @@ class _Model:
             optimizer=12 * -(-trained // data),
             activations=saved,
             buffers=buffers,
+            waiting_episodes=self._waiting_bytes(data) if training.policy_steps else 0,
         )
 
 
@@ -356,6 +367,13 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
     if layout.fits:
         return f"{text}: within the {100 * share:g} % that a plan may fill"
     text += f": NOT within the {100 * share:g} % that a plan may fill"
+    if not memory.fits_host(cluster, share=share):
+        waiting = memory.waiting_episodes * cluster.gpus_per_node / GIB
+        return (
+            f"{text} of a host: episodes that wait for their step take {waiting:,.0f} of its "
+            f"{cluster.host_memory_gib:,g} GiB. Try fewer stage_b.training.lessons_per_step or "
+            "group_size, or a stage_b.policy.horizon"
+        )
     if stage_b_section(config).training.backbone_lr_scale > 0:
         text += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
     least = (memory.total - memory.activations) / share

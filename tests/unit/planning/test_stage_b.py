@@ -14,6 +14,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError, StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
+from cdrmix.planning.plan import StageBLayout
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import (
     most_steps,
@@ -291,6 +292,30 @@ def test_episodes_of_the_longest_text_are_counted() -> None:
     saved = few.memory.activations
     episodes = 8 * 4096 * (2 * 8 * 64 // 16 + 9) * 128  # float32 twice, width 128
     assert many.memory.buffers["episodes"] == episodes - saved
+
+
+def test_episodes_of_all_lessons_of_a_step_wait_on_the_host() -> None:
+    def layout(*more: str, host_memory_gib: float = 1900) -> StageBLayout:
+        given = load_config(TINY.with_name("cdrmix-reason-40b.yaml"), more)
+        cluster = make_cluster(
+            nodes=4, gpus_per_node=8, gpu="h100-80", host_memory_gib=host_memory_gib
+        )
+        found = stage_b_layout(given, cluster, zero_stage=2)
+        assert found is not None
+        if not found.fits:
+            assert "Try fewer stage_b.training.lessons_per_step" in stage_b_reason(
+                given, cluster, found
+            )
+        return found
+
+    found = layout()
+    # 16 of 64 lessons on each of four pipelines; 4 texts x 16 episodes of 8 windows of 4,096 tokens
+    # in segments of 64, each with its neighbour longer than that; four rounds; bf16
+    assert found.degrees.data == 4 and found.fits
+    assert found.memory.waiting_episodes == 16 * 64 * (2 * 8 * 64 + 9) * 2 * 6144
+    assert layout("stage_b.policy.horizon=100").memory.waiting_episodes == 16 * 64 * 100 * 2 * 6144
+    assert layout("stage_b.training.policy_steps=0").memory.waiting_episodes == 0
+    assert not layout(host_memory_gib=100).fits
 
 
 def test_a_window_in_which_no_sentence_fits_is_refused() -> None:

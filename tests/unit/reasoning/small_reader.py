@@ -12,11 +12,14 @@ import torch
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.tasks import KINDS, generate_examples
+from cdrmix.stage_b.long_context import TrainedReader
 
 WINDOW_TOKENS = 64
 TASKS = tuple(KINDS)
@@ -83,3 +86,19 @@ def small_reader(config: Config, *, seed: int = 0) -> MemoryReader:
     reader.initialize(seed=seed)
     normal_(reader.memory.up.weight, 0.5, seed=seed, name="up")
     return reader.eval()
+
+
+def trained_reader(
+    *, favourite: Action | None = None, accept_threshold: float | None = None
+) -> TrainedReader:
+    """The small reader as of a checkpoint, whose agent prefers an action and accepts branches."""
+    config = small_config()
+    reader = small_reader(config)
+    if accept_threshold is not None:
+        policy = reader.config.policy.model_copy(update={"accept_threshold": accept_threshold})
+        reader.config = reader.config.model_copy(update={"policy": policy})
+    if favourite is not None:
+        with torch.no_grad():
+            reader.policy.feature_policy.bias[favourite] = 10.0
+    trained = TrainedModel(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
+    return TrainedReader(trained, reader, small_lessons(config))

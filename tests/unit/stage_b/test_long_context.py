@@ -1,4 +1,4 @@
-"""The table of reasoning tasks, and answers from texts longer than the window."""
+"""The table of reasoning tasks: its texts, its scores, and the files that it reads and writes."""
 
 import dataclasses
 import hashlib
@@ -17,11 +17,9 @@ from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.parallel.topology import ALONE
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade
 from cdrmix.reasoning.tasks import HELD_OUT, Example
 from cdrmix.stage_b import long_context
-from cdrmix.stage_b.answering import answer_with
 from cdrmix.stage_b.long_context import (
     Evaluated,
     Row,
@@ -34,7 +32,12 @@ from cdrmix.stage_b.long_context import (
 )
 from tests.checkpoints import save_checkpoint, whole
 from tests.unit.reasoning.own_rows import write_rows
-from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader, tokenizer
+from tests.unit.reasoning.small_reader import (
+    small_config,
+    small_lessons,
+    tokenizer,
+    trained_reader,
+)
 
 
 class Knowing:
@@ -50,21 +53,6 @@ class Knowing:
         return self._words
 
 
-def loaded(
-    *, favourite: Action | None = None, accept_threshold: float | None = None
-) -> TrainedReader:
-    config = small_config()
-    reader = small_reader(config)
-    if accept_threshold is not None:
-        policy = reader.config.policy.model_copy(update={"accept_threshold": accept_threshold})
-        reader.config = reader.config.model_copy(update={"policy": policy})
-    if favourite is not None:
-        with torch.no_grad():
-            reader.policy.feature_policy.bias[favourite] = 10.0
-    trained = TrainedModel(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
-    return TrainedReader(trained, reader, small_lessons(config))
-
-
 def score_tasks(
     reader: MemoryReader, lessons: Lessons, tasks: Sequence[str], **lengths: Any
 ) -> list[Row]:
@@ -73,7 +61,7 @@ def score_tasks(
 
 @pytest.fixture(scope="module")
 def reader() -> MemoryReader:
-    return loaded().reader
+    return trained_reader().reader
 
 
 def test_rows_are_scores_of_both_on_unseen_texts(reader: MemoryReader) -> None:
@@ -150,7 +138,7 @@ def test_an_unknown_task_is_no_misfit(reader: MemoryReader) -> None:
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Of a run whose reader knows one answer, and whose suite is short."""
-    reader = loaded()
+    reader = trained_reader()
     lessons = dataclasses.replace(
         small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
     )
@@ -309,8 +297,8 @@ def test_reasoning_is_of_trained_weights_in_one_process(judged: Judged) -> None:
 def test_branches_that_are_all_accepted_score_as_the_agent_alone() -> None:
     lessons = small_lessons(small_config())
     examples = suite(lessons, ["logic"], length_ratios=(4,), num_examples=3)
-    alone = score_examples(loaded().reader, lessons, examples)
-    reader = loaded(accept_threshold=-1e6).reader
+    alone = score_examples(trained_reader().reader, lessons, examples)
+    reader = trained_reader(accept_threshold=-1e6).reader
     branched = score_examples(reader, lessons, examples, branches=True)
     assert (alone.accepted, branched.accepted) == (None, 1.0)
     assert branched.rows == alone.rows
@@ -363,91 +351,6 @@ def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
     }
 
 
-TEXT = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. " * 4
-
-
-@pytest.mark.parametrize(
-    ("favourite", "kind"),
-    [
-        (Action.CACHE_WRITE, "written"),
-        (Action.SUMMARIZE, "summarised"),
-        (Action.SPLICE_WINDOW, "dropped"),
-    ],
-)
-def test_what_became_of_every_segment_is_told(favourite: Action, kind: str) -> None:
-    reader = loaded(favourite=favourite)
-    answered = answer_with(reader, TEXT, "What is the code of bami?")
-    read = [
-        event for event in answered.events if event.kind in ("written", "summarised", "dropped")
-    ]
-    assert "".join(event.text for event in read) == TEXT
-    assert {event.kind for event in read} == {kind}
-    assert len(answered.memory_lines().splitlines()) == len(answered.events)
-
-
-def test_what_is_retrieved_was_written() -> None:
-    reader = loaded(favourite=Action.CACHE_WRITE)
-    with torch.no_grad():  # once writing is over, retrieve while there is room, then splice
-        reader.reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
-        reader.reader.policy.feature_policy.weight[Action.SPLICE_WINDOW, 2] = 50.0
-    events = answer_with(reader, TEXT, "What is the code of bami?").events
-    written = {event.text for event in events if event.kind == "written"}
-    retrieved = [event.text for event in events if event.kind == "retrieved"]
-    assert retrieved and set(retrieved) <= written
-
-
-@pytest.mark.parametrize(("threshold", "kind"), [(-1e6, "written"), (1e6, "dropped")])
-def test_branches_decide_what_becomes_of_a_text(threshold: float, kind: str) -> None:
-    reader = loaded(favourite=Action.CACHE_WRITE, accept_threshold=threshold)
-    answered = answer_with(reader, TEXT, "What is the code of bami?", branches=True)
-    read = [event.kind for event in answered.events if event.kind in ("written", "dropped")]
-    assert set(read) == {kind}
-    assert answered.accepted is not None
-    accepted, decisions = answered.accepted
-    assert accepted == (decisions if threshold < 0 else 0)
-    last = answered.memory_lines().splitlines()[-1]
-    assert last == f"branches    {accepted} of {decisions} decisions accepted one"
-
-
-def test_a_question_must_be_asked_and_leave_room() -> None:
-    reader = loaded()
-    with pytest.raises(DataError, match="takes a text and a question"):
-        answer_with(reader, TEXT, "")
-    with pytest.raises(DataError, match="takes a text and a question"):
-        answer_with(reader, "", "What?")
-    with pytest.raises(DataError, match="more than a window of 64 tokens has room for"):
-        answer_with(reader, TEXT, "What is the code of bami? " * 10)
-
-
-def test_flags_of_memory_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "run", "--question", "Why?"])
-    assert "go with --memory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["generate", "run", "--branches"], "go with --memory"),
-        (["evaluate", "run", "--branches"], "--branches goes with --suite reasoning"),
-        (
-            ["evaluate", "run", "--suite", "reasoning", "--accept-threshold", "-0.1"],
-            "--accept-threshold goes with --branches",
-        ),
-        (
-            ["generate", "run", "--memory", "--branches", "--accept-threshold", "nan"],
-            "given nan, allowed is a number",
-        ),
-    ],
-)
-def test_flags_of_branches_that_would_do_nothing_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert message in capsys.readouterr().err
-
-
 @pytest.fixture
 def learned(tmp_path: Path) -> tuple[TrainedReader, Path]:
     """A reader whose checkpoint says that it learned from a file of tasks, and that file."""
@@ -459,7 +362,7 @@ def learned(tmp_path: Path) -> tuple[TrainedReader, Path]:
     save_checkpoint(tmp_path, 1, one, state=state, rank_state={}, keep=1)
     (folder,) = (each for each in tmp_path.rglob("state.json"))
     folder = folder.parent
-    reader = loaded()
+    reader = trained_reader()
     trained = dataclasses.replace(reader.trained, config=config, checkpoint=folder)
     return dataclasses.replace(reader, trained=trained, lessons=small_lessons(config)), path
 
