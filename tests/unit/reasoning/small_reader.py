@@ -27,7 +27,7 @@ TASKS = tuple(KINDS)
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Byte pairs of task texts, 512 tokens."""
+    """Byte pairs of task texts, 768 tokens."""
     texts = [
         generate_examples(
             task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len
@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
         for n in range(10)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / TOKENIZER_FILE).write_text(train_tokenizer(texts, 512).to_str())
+        (Path(folder) / TOKENIZER_FILE).write_text(train_tokenizer(texts, 768).to_str())
         return load_tokenizer(Path(folder))
 
 
@@ -49,7 +49,7 @@ def small_config(**training: Any) -> Config:
             "model.num_heads=2",
             "model.num_layers=2",
             "model.transformer_fraction=0.5",
-            "model.vocab_size=512",
+            "model.vocab_size=768",
             "model.moe=null",
             "stage_b.memory.summary_dim=32",
         ],

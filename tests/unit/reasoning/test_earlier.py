@@ -26,7 +26,8 @@ from tests.unit.reasoning.small_reader import small_config, small_lessons, small
 
 ONE = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. "
 TWO = "Nobody asked about zuzu. A letter from tete came late. The way to rara is long. "
-QUESTION = "What is the code of bami?"
+# As near to what ONE says as keys of random weights ask for
+QUESTION = "Is the code of bami 1234?"
 
 
 def loaded(folder: Path, *, max_tokens: int = 4096, seed: int = 0) -> TrainedReader:

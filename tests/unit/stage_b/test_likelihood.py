@@ -146,15 +146,20 @@ def test_likelihoods_alone_teach_the_encoder_to_fetch(
     monkeypatch.setattr("cdrmix.stage_b.likelihood._log_likelihoods", knows)
     learning = list(reader.retrieval.parameters())
     optimizer = torch.optim.Adam(learning, lr=1e-2)
-    agreement = []
-    for number in range(14):
-        lesson = course.lesson("memory", number)
-        loss, metrics = course.loss("memory", lesson)
+
+    def agreement() -> float:
+        """Share of 24 other texts whose nearest segment is the likeliest one."""
+        lessons = (course.lesson("memory", number) for number in range(100, 106))
+        return sum(float(course.loss("memory", each)[1]["agreement"]) for each in lessons) / 6
+
+    before = agreement()
+    for number in range(20):
+        loss, _ = course.loss("memory", course.lesson("memory", number))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        agreement.append(float(metrics["agreement"]))
-    assert agreement[0] <= 0.5 < 0.9 < sum(agreement[-6:]) / 6, agreement
+    # not all: where the segment that tells stands in the window already, none is likelier
+    assert before <= 0.6 and agreement() >= 0.8
 
 
 @pytest.mark.parametrize("parts", [("episodic",), ("plastic", "episodic")])
