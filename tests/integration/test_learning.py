@@ -104,7 +104,7 @@ def test_a_trained_rival_learns_and_the_reader_stays(
 
     monkeypatch.setattr(table, "rival_loss", noted)
     learned = table.train_rival(loaded, rival, num_tokens=80_000, seed=0)
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     moved = {name for name, each in learned.state_dict().items() if not each.equal(before[name])}
     assert moved and all(name.startswith("plastic.backbone") for name in moved)
     assert all(each.equal(before[name]) for name, each in reader.state_dict().items())
