@@ -196,6 +196,21 @@ def _with_interval(cell: dict[str, Any]) -> str:
     return f"{_share(cell['score'])} ({_share(cell['low'])} to {_share(cell['high'])})"
 
 
+def frozen_stage_rows(result: dict[str, Any]) -> list[str]:
+    """Wall time of a lesson by the way its rows go through the stages."""
+    rows = [
+        f"A lesson of the joint phase, {result['texts']} texts in windows of 256 tokens, forward "
+        "and backward: 8 blocks of width 256 with experts, ranks of one thread. Medians of "
+        f"{result['rounds']} rounds, in which the ways take turns.",
+        "",
+        "| read by | s a lesson | times as long as in pieces |",
+        "|---|---|---|",
+    ]
+    for name, seconds in result["seconds"].items():
+        rows.append(f"| {name} | {seconds:.2f} | {result['faster_than'][name]:.2f} |")
+    return rows
+
+
 def cost_rows(result: dict[str, Any]) -> list[str]:
     """Cost of Stage B beside its backbone."""
     rows = [

@@ -28,6 +28,7 @@ from tools.benchmark.leak import leak_rows
 from tools.benchmark.learn_rows import (
     binding_rows,
     cost_rows,
+    frozen_stage_rows,
     muon_rows,
     policy_choice_rows,
     policy_rows,
@@ -391,6 +392,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "learn_policy": ("Stage B: the memory agent", policy_rows),
     "policy_choices": ("Stage B: choices of the agent's learning", policy_choice_rows),
     "reasoning_table": ("Stage B: the whole beside its rivals", table_rows),
+    "frozen_stages": ("Stage B: a frozen backbone on two stages", frozen_stage_rows),
     "reasoning": ("Stage B: what it costs", cost_rows),
 }
 
