@@ -172,7 +172,7 @@ def _asked_memory(compared: Comparison, limit_gib: float | None) -> int:
     cluster, plan = compared.cluster, compared.plan
     memories = [plan.estimates()[0], *([plan.stage_b.memory] if plan.stage_b else [])]
     on_cpu = cluster.device == "cpu"
-    planned = max(m.total if on_cpu else m.on_host for m in memories) / GIB
+    planned = max(m.of_device(cluster) if on_cpu else m.on_host for m in memories) / GIB
     # the margin that the plan keeps on a device: what it fills is at most this share
     planned /= compared.config.resources.share
     asked = NODE_GIB + cluster.gpus_per_node * (planned + PROCESS_GIB[cluster.device])

@@ -40,8 +40,8 @@ class MoEConfig(Section):
     """Slots per expert over tokens * top_k / num_experts (ratio); also the reference of the
     overflow when nothing is dropped."""
     drop_tokens: bool = False
-    """True: assignments beyond the capacity are dropped in training. False: dropless. Evaluation is
-    always dropless."""
+    """True: assignments beyond the capacity are dropped in training. False: dropless. Evaluation
+    and Stage B are always dropless."""
     load_balance_weight: float = Field(0.01, ge=0)
     """Weight of the load-balance loss, mean over layers (ratio)."""
     z_loss_weight: float = Field(1e-3, ge=0)

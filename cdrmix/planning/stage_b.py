@@ -51,6 +51,9 @@ from cdrmix.planning.step_time import Work, memory_seconds, ring_bandwidth, seco
 LARGEST_SEGMENT = 64  # tokens, unless another length is given
 # Segments of a text in all phases but the policy's: enough that retrieval can pick a wrong one.
 TRAINED_SEGMENTS = 6
+# Segments are read together in passes of at least so many tokens, each as a document of its own:
+# passes of single segments of small windows would cost more in calls than in arithmetic.
+_LEAST_PASS_TOKENS = 256
 # Tasks of a lesson for each row of plain text.
 TASKS_PER_ROW = 8
 # Further windows for each task, of evidence, question and answer, where the backbone is trained:
@@ -77,6 +80,11 @@ def segment_tokens(window_tokens: int, longest: int | None) -> int:
     """
     most = LARGEST_SEGMENT if longest is None else longest
     return min(most, window_tokens // SEGMENTS_PER_WINDOW)
+
+
+def segments_of_pass(window_tokens: int, width: int) -> int:
+    """Number of segments of `width` tokens that are read in one pass."""
+    return max(max(window_tokens, _LEAST_PASS_TOKENS) // width, 1)
 
 
 def question_head(window_tokens: int) -> int:
@@ -131,9 +139,10 @@ def stage_b_section(config: Config) -> StageBConfig:
 
 
 def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> StageBLayout | None:
-    """Chooses the fewest stages that fit, or, if none do, those with the least memory.
+    """Chooses the fewest stages that fit a device, or, if none do, those with the least memory.
 
-    None if the run has no Stage B, which uses ZeRO-1 if Stage A does, else ZeRO-2. Raises PlanError
+    More stages than that help no host: of fewer data ranks, each has more episodes waiting. None
+    if the run has no Stage B, which uses ZeRO-1 if Stage A does, else ZeRO-2. Raises PlanError
     if stage_b.pipeline, which fixes the number, is impossible on these ranks.
     """
     stage_b = config.stage_b
@@ -152,10 +161,10 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     memories: dict[int, Memory] = {}
     for pipeline in sizes:
         memories[pipeline] = model.estimate(pipeline)
-        if memories[pipeline].fits(cluster, share=share):
+        if memories[pipeline].of_device(cluster) <= share * cluster.memory_bytes:
             break
     else:
-        pipeline = min(memories, key=lambda size: memories[size].total)
+        pipeline = min(memories, key=lambda size: memories[size].of_device(cluster))
     memory = memories[pipeline]
     return StageBLayout(
         degrees=Degrees(data=world // pipeline, pipeline=pipeline),
@@ -208,16 +217,19 @@ class _Model:
         window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + beside)
         row = row_tokens(self._window, config.training.sequence_length)
         plain = rows_of_text(texts) * row
-        # calls of the backbone: segments in turn, both windows at once, windows of a row in turn
-        self._calls = TRAINED_SEGMENTS + 1 + -(-row // self._window)
-        self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         read = segment + question_head(self._window) * (training.question == "first")
-        # rows and tokens of a call, and how many are alike
+        # rows and tokens of the calls: as many segments as a pass takes, both windows at once,
+        # windows of a row in turn
+        step = segments_of_pass(self._window, read)
+        reads = [min(step, TRAINED_SEGMENTS - at) for at in range(0, TRAINED_SEGMENTS, step)]
+        of_row = [min(self._window, row - at) for at in range(0, row, self._window)]
         self._shapes = [
-            (texts, read, TRAINED_SEGMENTS),
-            (2 * texts, window, 1),
-            (rows_of_text(texts), min(row, self._window), -(-row // self._window)),
+            *((texts, count * read) for count in reads),
+            (2 * texts, window),
+            *((rows_of_text(texts), tokens) for tokens in of_row),
         ]
+        self._calls = len(self._shapes)
+        self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         self._tokens = texts * (TRAINED_SEGMENTS * read + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
@@ -273,10 +285,10 @@ class _Model:
         """
         alone = 0
         staged = 0.0
-        for rows, tokens, count in self._shapes:
+        for rows, tokens in self._shapes:
             pieces = len(pieces_of_rows(rows, tokens, stages))
-            alone += rows * tokens * count
-            staged += rows * tokens * count * (pieces + stages - 1) / (pieces * stages)
+            alone += rows * tokens
+            staged += rows * tokens * (pieces + stages - 1) / (pieces * stages)
         return staged / alone
 
     def estimate(self, pipeline: int) -> Memory:
@@ -360,9 +372,9 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
             why = "stage_b.pipeline as given"
         held = f"as {layout.degrees.pipeline} stages share out the frozen backbone ({why})"
     text = (
-        f"Stage B: {memory.total / GIB:,.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device: "
-        f"{memory.weights / GIB:.1f} of weights, {held}, "
-        f"{memory.activations / GIB:,.1f} of activations of a lesson"
+        f"Stage B: {memory.of_device(cluster) / GIB:,.1f} GiB of "
+        f"{cluster.memory_bytes / GIB:.1f} GiB a device: {memory.weights / GIB:.1f} of weights, "
+        f"{held}, {memory.activations / GIB:,.1f} of activations of a lesson"
     )
     if layout.fits:
         return f"{text}: within the {100 * share:g} % that a plan may fill"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cdrmix.config.reasoning import MemoryPart, StageBConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.state_rows import select
-from cdrmix.planning.stage_b import question_head, segment_tokens
+from cdrmix.planning.stage_b import question_head, segment_tokens, segments_of_pass
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
@@ -32,9 +32,6 @@ from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score, window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
-# Segments are read together in passes of at least so many tokens, each as a document of its own:
-# passes of single segments of small windows would cost more in calls than in arithmetic.
-_LEAST_PASS_TOKENS = 256
 # A tenth of the gain of adapters that learn beside an untrained backbone: a trained one is hardly
 # disturbed before the adapters have learned what is worth storing.
 _INITIAL_GAIN = 1.0
@@ -119,7 +116,7 @@ class MemoryReader(nn.Module):
         inputs = texts.tokens if asked is None else asked.tokens
         input_mask = texts.mask if asked is None else asked.mask
         width = inputs.shape[2]
-        step = max(max(self.window_tokens, _LEAST_PASS_TOKENS) // width, 1)
+        step = segments_of_pass(self.window_tokens, width)
         hidden = []
         correlations = []
         for first in range(0, texts.tokens.shape[1], step):

@@ -86,6 +86,11 @@ def _stretch(
     first = rng.randrange(samples.num_rows)
     row = samples.rows(np.array([first], dtype=np.int64))[0]
     count = -(-least // (len(row) - 1))
+    if count > samples.num_rows:  # the same sentences would stand there twice
+        raise DataError(
+            f"{RECALL}: {least} tokens of text are more than the {samples.num_rows} samples of the "
+            "corpus have. Try a shorter length_ratio"
+        )
     numbers = (first + np.arange(count)) % samples.num_rows
     # Neighbours share a token.
     ids = samples.rows(numbers)[:, :-1].flatten().tolist()

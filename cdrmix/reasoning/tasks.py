@@ -25,6 +25,8 @@ from cdrmix.reasoning.answers import exact_match, token_f1
 Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
+# Of the texts that a task and its number lead to: runs that began with another are told.
+TEXT_VERSION = 2
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they
@@ -144,7 +146,7 @@ class Puzzle(NamedTuple):
     answers: list[str]
     evidence: list[str]
     match: Match = "all"
-    between: Between = "fillers"
+    between: tuple[str, ...] = ()  # sentences between the statements; () for the fillers
 
 
 def needle(
@@ -170,7 +172,8 @@ def needle(
     question = ask.format(words=" and ".join(targets))
     answers = [code for key in targets for code in codes[key]]
     evidence = [line for key in targets for line in said[key]]
-    return Puzzle(statements, question, answers, evidence, between=between)
+    templates = {"fillers": wording.fillers, "decoys": wording.decoys, "needles": (form,)}[between]
+    return Puzzle(statements, question, answers, evidence, between=templates)
 
 
 def registers(
@@ -401,7 +404,7 @@ def _lay_out(
     The text ends with fillers of at least `last_tokens` tokens.
     """
     room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
-    templates: tuple[str, ...] = getattr(wording, puzzle.between)
+    templates = puzzle.between or wording.fillers
     # a filler that names a word of the puzzle could mislead, or answer
     statement_words = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
     fillers = []

@@ -37,12 +37,16 @@ from cdrmix.config.reasoning import ANSWER_TOKENS, Phase, StageBConfig, StageBTr
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
+from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.tensor import is_copy
 from cdrmix.reasoning.memory_reader import is_used
+from cdrmix.reasoning.tasks import TEXT_VERSION
 from cdrmix.runtime.phases import phase
 from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of
 from cdrmix.stage_b.phases import Course, LessonMetrics, StepMean
+
+logger = get_logger(__name__)
 
 # Configuration keys of the fields of a loader's state that are not under stage_b.training.
 _SETTINGS = {
@@ -107,6 +111,7 @@ class LessonLoader:
             "steps": self._steps,
             # All that the texts follow from: a position means nothing in other lessons.
             "manifest_digest": self.manifest_digest,
+            "text_version": TEXT_VERSION,
             "seed": self.seed,
             "tasks": list(training.tasks),
             "length_ratios": list(training.length_ratios),
@@ -125,9 +130,14 @@ class LessonLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a position, on any number of ranks; StateError if the lessons differ."""
+        if state.get("text_version", 1) != TEXT_VERSION:
+            logger.warning(
+                "texts of the tasks are made otherwise than in the version that this run began "
+                "with: it goes on, and not as it would have without the interruption"
+            )
         differing = []
         for key, ours in self.state_dict().items():
-            if key in ("samples_consumed", "steps"):
+            if key in ("samples_consumed", "steps", "text_version"):
                 continue
             saved = state.get(key, _BEFORE.get(key, ours))  # an older version saved fewer fields
             same = saved == ours

@@ -357,7 +357,13 @@ class _Cell:
         controls = None
         if self.controls:
             of_each = {"agent": self.agent, **self.controls}
-            controls = {name: summary(batches) for name, batches in of_each.items()}
+            controls = {
+                name: summary(batches)
+                for name, batches in of_each.items()
+                # All columns are of the same texts: one that some of them have no answer of, as
+                # `oracle` of rows without evidence, is left out.
+                if sum(len(batch.scores) for batch in batches) == len(scores)
+            }
         count = len(scores)
         mean, alone = sum(scores) / count, sum(self.alone) / count
         return Row(task, ratio, mean, alone, count, low, high, controls)
@@ -411,6 +417,8 @@ def _answer_batch(
     grade = grade_by(batch, lessons.tokenizer)
     began = time.perf_counter()
     reading = reader.read(texts)
+    if reading.keys.is_cuda:
+        torch.cuda.synchronize()  # else only the launches would be timed
     reading_seconds = time.perf_counter() - began
     episodes = ReadingEpisodes(reader, reading, grade)
     if branches:

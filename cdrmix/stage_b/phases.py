@@ -405,6 +405,9 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus, own: OwnTask
     reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
     # From seed and names, so that all ranks have the same values without a collective.
     reader.initialize(seed=config.training.seed)
+    # Dropless, as evaluation is: a capacity would be shared by all rows of a call, padding among
+    # them, and what one text is answered would depend on those beside it.
+    reader.eval()
     return Course(reader.to(runtime.device()), lessons, config)
 
 

@@ -97,7 +97,7 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     flag("--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to a file")
     rivals = "answer the same texts without memory, from all of them, at random and more"
     flag("--controls", action="store_true", help=rivals)
-    unseen = "texts of names and sentences that training made none of"
+    unseen = "texts of names, sentences and questions that training made none of"
     flag("--held-out-wording", action="store_true", help=unseen)
     add_branch_flags(parser)
     run = "run the programs that the model writes, in a sandbox"
@@ -127,7 +127,7 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     use_plugin_folder(arguments.plugins)
     for name, suites in _SUITES_OF_FLAGS.items():
         takes = name in _OF_PLUGINS if is_plugin(suite) else suite in suites
-        if getattr(arguments, name) not in (None, False) and not takes:
+        if _is_given(getattr(arguments, name)) and not takes:
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} goes with --suite {' and '.join(suites)}")
     if arguments.accept_threshold is not None and not arguments.branches:
@@ -140,7 +140,7 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if suite == "infill" and limit == 1:
         parser.error("--suite infill needs --examples 2 or more: suffixes are swapped")
     options = {name: getattr(arguments, name) for name in _OPTIONS}
-    options = {name: value for name, value in options.items() if value not in (None, False)}
+    options = {name: value for name, value in options.items() if _is_given(value)}
     request = Request(
         tasks=arguments.tasks,
         limit=limit,
@@ -161,6 +161,10 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         max_length=arguments.max_length,
         out=arguments.out,
     )
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False  # 0 is given
 
 
 def _suite(name: str) -> str:

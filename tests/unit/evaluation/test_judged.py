@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from cdrmix import cli
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.monitoring.suite_results import read_results
+from cdrmix.verbs.evaluate_verb import add_evaluate, asked_of
 from tests import tiny_suite
 from tests.hf_models import make_folder
 from tests.made_run import VOCABULARY, made_run
@@ -217,3 +219,11 @@ def test_flags_that_do_not_go_together_are_refused_before_all_else(
     words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(Path("/nowhere"), *words, capsys=capsys)
+
+
+def test_a_threshold_of_zero_is_given_and_not_left_to_the_run() -> None:
+    parser = argparse.ArgumentParser()
+    add_evaluate(parser.add_subparsers())
+    words = ["evaluate", "run", "--suite", "reasoning", "--branches", "--accept-threshold", "0"]
+    asked = asked_of(parser, parser.parse_args(words))
+    assert asked.request.options == {"branches": True, "accept_threshold": 0.0}

@@ -315,7 +315,11 @@ def test_episodes_of_all_lessons_of_a_step_wait_on_the_host() -> None:
     assert found.memory.waiting_episodes == 16 * 64 * (2 * 8 * 64 + 9) * 2 * 6144
     assert layout("stage_b.policy.horizon=100").memory.waiting_episodes == 16 * 64 * 100 * 2 * 6144
     assert layout("stage_b.training.policy_steps=0").memory.waiting_episodes == 0
-    assert not layout(host_memory_gib=100).fits
+    small = layout(host_memory_gib=100)
+    assert not small.fits
+    assert small.degrees == found.degrees, (
+        "more stages have fewer data ranks, and more wait on each"
+    )
 
 
 def test_a_window_in_which_no_sentence_fits_is_refused() -> None:

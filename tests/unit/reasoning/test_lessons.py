@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,12 +14,13 @@ from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.model_parts import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
-from cdrmix.stage_b.phases import Collected, Course, StepMean, phase_loss
+from cdrmix.stage_b.phases import Collected, Course, StepMean, make_course, phase_loss
 from tests.unit.reasoning.small_reader import (
     TASKS,
     WINDOW_TOKENS,
@@ -390,3 +394,28 @@ def test_the_joint_loss_is_the_sum_of_its_terms_each_with_its_weight() -> None:
     assert len(seen) == config.model.num_layers == 2
     router = 0.5 * sum(balances) / 2 + 0.25 * sum(zs) / 2
     assert one["router_loss"] == pytest.approx(router, rel=1e-5)
+
+
+def test_a_text_is_read_alike_alone_and_beside_others_whose_tokens_would_be_dropped() -> None:
+    config = small_config(texts_per_lesson=4)
+    moe = MoEConfig(
+        num_experts=4, expert_hidden_size=32, top_k=1, capacity_factor=1.0, drop_tokens=True
+    )
+    config = config.model_copy(update={"model": config.model.model_copy(update={"moe": moe})})
+    samples = SimpleNamespace(rows=lambda numbers: np.zeros((len(numbers), 65), int), num_samples=1)
+    corpus: Any = SimpleNamespace(tokenizer=tokenizer(), train=samples, validation=samples)
+    backbone = Backbone(config.model)
+    backbone.initialize(seed=0)
+    with torch.no_grad():  # else the experts' outputs are zero
+        for name, parameter in backbone.named_parameters():
+            if parameter.dim() > 1 and "embedding" not in name:
+                normal_(parameter, parameter.shape[-1] ** -0.5, seed=0, name=name)
+    course = make_course(config, backbone, corpus, own=None)
+    texts = course.lesson("policy", 0).texts
+    last = torch.tensor([len(texts.tokens) - 1])  # whose tokens find experts full
+    alone = course.model.read(select(texts, last))
+    beside = course.model.read(texts)
+    torch.testing.assert_close(alone.hidden[0], beside.hidden[-1], rtol=1e-4, atol=1e-5)
+    course.model.train()
+    dropped = course.model.read(texts)
+    assert not torch.allclose(alone.hidden[0], dropped.hidden[-1], rtol=1e-2, atol=1e-3)
