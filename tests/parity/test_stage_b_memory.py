@@ -62,7 +62,7 @@ def test_a_lesson_keeps_about_what_is_planned(rank: int, backbone_lr_scale: floa
     config = load_config(
         TINY,
         [
-            "model.vocab_size=512",  # of the small tokenizer
+            "model.vocab_size=768",  # of the small tokenizer
             f"stage_b.adapters.rank={rank}",
             "stage_b.training.texts_per_lesson=8",
             f"stage_b.training.backbone_lr_scale={backbone_lr_scale}",
