@@ -26,17 +26,18 @@ from tests.unit.reasoning.small_reader import small_config, small_lessons, small
 
 ONE = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. "
 TWO = "Nobody asked about zuzu. A letter from tete came late. The way to rara is long. "
-# As near to what ONE says as keys of random weights ask for
-QUESTION = "Is the code of bami 1234?"
+QUESTION = "What is the code of bami?"
 
 
 def loaded(folder: Path, *, max_tokens: int = 4096, seed: int = 0) -> TrainedReader:
-    """A reader that writes every segment, fetches once, and answers."""
+    """A reader that writes every segment, fetches once what is alike, and answers."""
     config = small_config()
     reader = small_reader(config, seed=seed)
     memory = reader.config.memory.model_copy(update={"max_tokens": max_tokens})
     reader.config = reader.config.model_copy(update={"memory": memory})
     with torch.no_grad():
+        # a query is compared with keys as what it is made of, not as random projections of both
+        reader.retrieval.to_query.weight.copy_(reader.retrieval.to_key.weight)
         reader.policy.feature_policy.bias[Action.CACHE_WRITE] = 10.0
         reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
         last = NUM_FEATURES - NUM_ACTIONS + Action.SPLICE_WINDOW
