@@ -22,8 +22,8 @@ from tools.benchmark import policy_choices as choices
 from tools.benchmark import reasoning_table as table
 
 
-def test_adapters_bind_what_has_left_the_window() -> None:
-    rank = min(binding.ROWS)  # `make bench ARGS=learn_binding` learns at the other too
+@pytest.mark.parametrize("rank", [min(binding.ROWS), max(binding.ROWS)])
+def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
     found = binding.learn(rank, seed=0)
     assert found["trained"] >= 0.90
     assert found["gap x8"] >= 0.80
@@ -103,8 +103,8 @@ def test_a_trained_rival_learns_and_the_reader_stays(
         return loss, tokens
 
     monkeypatch.setattr(table, "rival_loss", noted)
-    learned = table.train_rival(loaded, rival, num_tokens=80_000, seed=0)
-    assert losses[-1] < 0.7 * losses[0]
+    learned = table.train_rival(loaded, rival, num_tokens=120_000, seed=0)
+    assert losses[-1] < 0.6 * losses[0]
     moved = {name for name, each in learned.state_dict().items() if not each.equal(before[name])}
     assert moved and all(name.startswith("plastic.backbone") for name in moved)
     assert all(each.equal(before[name]) for name, each in reader.state_dict().items())
