@@ -24,8 +24,9 @@ NPROC ?= $(shell devices=$(GPUS); \
 # DeepSpeed warns three times that it finds no GPU, unless it is told.
 ACCELERATOR := $(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu)
 
-# Test files go to two processes, but for the few that ARGS names: starting them takes seconds.
-WORKERS ?= 2
+# Test files go to three processes: one has the labs, which mostly wait, and two have the cores. The
+# few that ARGS names run in this one: starting others takes seconds.
+WORKERS ?= 3
 IN_PARALLEL := $(if $(filter tests/%,$(ARGS)),,--numprocesses $(WORKERS))
 
 PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,19 @@ class Asking(Hook):
                 self.run.request.evaluate()
             if step == self.options.stop:
                 self.run.request.stop("it is enough")
+
+
+class Resting(Hook):
+    """Lets each step take so long, so that a run that waits for something leaves others the CPU."""
+
+    class Options(BaseModel):
+        seconds: float = 0.0
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def on_step(self, step: int, measured: StepFigures) -> None:
+        time.sleep(self.options.seconds)
 
 
 class Failing(Noting):

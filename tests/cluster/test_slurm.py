@@ -99,10 +99,15 @@ def test_a_requeued_and_preempted_job_ends_as_if_nothing_had_happened(
     assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 
-def write_config(path: Path, data: Path, max_steps: int) -> None:
-    """A configuration of any length, whose learning rate does not depend on it."""
+def write_config(path: Path, data: Path, max_steps: int, *, rest: float) -> None:
+    """A configuration of any length, whose learning rate does not depend on it.
+
+    `rest` is a pause after each step, s.
+    """
     constant = ("training.min_learning_rate=3e-3", f"training.max_steps={max_steps}")
-    settings = [*SMALL, *SETTINGS, *constant, f"data.path={data}"]
+    resting = f"hooks=[{{use: 'tests.noting_hooks:Resting', options: {{seconds: {rest}}}}}]"
+    importable = f"launch.environment.PYTHONPATH={ROOT}"  # in jobs too
+    settings = [*SMALL, *SETTINGS, *constant, resting, importable, f"data.path={data}"]
     text = dump_yaml(load_config(ROOT / CONFIG, settings).model_dump())
     path.write_text(text)
     # a run that is resumed takes its own configuration
@@ -121,10 +126,13 @@ def has_left(slurm: SlurmLab, job: str) -> bool:
 
 
 def submit_endless(slurm: SlurmLab, data: Path, folder: Path, starter: str) -> str:
-    """Queue a run that its time limit ends: USR1 comes 60 to 90 s before two minutes are over."""
-    write_config(folder / "config.yaml", data, 1_000_000)
+    """Queue a run that its time limit ends: USR1 comes 60 to 90 s before three minutes are over.
+
+    Of two minutes a busy machine can take more to start two runs than are left to them.
+    """
+    write_config(folder / "config.yaml", data, 1_000_000, rest=1.0)
     # a start that is not yet at its first step when the signal comes has another go
-    limit = ("--time", "00:02:00", "--option", "signal=B:USR1@60", "--max-restarts", "9")
+    limit = ("--time", "00:03:00", "--option", "signal=B:USR1@60", "--max-restarts", "9")
     run = ("--config", str(folder / "config.yaml"), "--run-dir", str(folder / "run"))
     return submit(slurm, run, "--starter", starter, *limit, cores=1)
 
@@ -145,7 +153,7 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
         found = store.find_newest(folder / "run")
         assert found is not None
         ends[folder] = found.step + 10
-        write_config(folder / "config.yaml", small_corpus, ends[folder])
+        write_config(folder / "config.yaml", small_corpus, ends[folder], rest=0)
         wait_until(partial(has_line, log, "ended with code 75 after USR1"), log)
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     for job, log in jobs.values():
@@ -155,7 +163,7 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
 
     whole = tmp_path / "uninterrupted"
     for folder, end in sorted(ends.items(), key=lambda item: item[1]):
-        write_config(tmp_path / "config.yaml", small_corpus, end)
+        write_config(tmp_path / "config.yaml", small_corpus, end, rest=0)
         argv = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(whole)]
         argv += ["--set", f"training.max_steps={end}", "--resume", "auto"]
         assert run_ranks(start, 2, argv) == [0, 0]

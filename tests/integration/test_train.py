@@ -25,8 +25,6 @@ from tests.small_run import arguments, overrides, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
 STEPS = 40
 CORES = len(os.sched_getaffinity(0))
 # Each takes .2 s to 2.5 s to import, in every rank: compilers, trackers, plots, another trainer.
