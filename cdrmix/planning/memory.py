@@ -85,6 +85,8 @@ class MemoryModel:
         self._terms = [term for _, term in terms_of(config.objectives)]
         self._of_muon: dict[Group, int] = {}  # elements of the largest matrix
         experts = Counter[int | None]()  # elements by layer
+        # elements of the largest parameter, as a search looks at thousands of layouts
+        self._largest_of = Counter[tuple[Group, bool]]()
         # elements by group, whole or split; by block, or by name outside the blocks
         self._parts: dict[int | str, Counter[tuple[Group, bool]]] = defaultdict(Counter)
         # elements of each layer's mixer, whole or split
@@ -106,6 +108,8 @@ class MemoryModel:
                 self._of_muon[group] = max(rows * columns, self._of_muon.get(group, 0))
             is_split = parameter.cut is not None
             self._parameters.append((group, parameter.num_elements, is_split))
+            largest = max(parameter.num_elements, self._largest_of[group, is_split])
+            self._largest_of[group, is_split] = largest
             key = parameter.name if parameter.layer is None else parameter.layer
             self._parts[key][group, is_split] += parameter.num_elements
             if parameter.layer is not None and ".mixer." in parameter.name:
@@ -113,6 +117,7 @@ class MemoryModel:
         # those of a layer are one module, whose parameters ZeRO-3 gathers at once
         self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
+        self._largest_in_blocks = cache(self._largest_in_blocks_of)
 
     def estimate(
         self, layout: Layout, *, has_copy: bool | None = None, has_memory_tier: bool = True
@@ -217,7 +222,10 @@ class MemoryModel:
 
     def _largest(self, degrees: Degrees) -> int:
         """Elements of the largest parameter on a rank."""
-        return max(elements for group in GROUPS for elements in self._sizes(degrees, group))
+        return max(
+            -(-elements // degrees.split_ranks(group)) if is_split else elements
+            for (group, is_split), elements in self._largest_of.items()
+        )
 
     def _all_sizes(self) -> list[int]:
         """Elements of each parameter of the model, trained or frozen."""
@@ -479,15 +487,19 @@ class MemoryModel:
         """Bytes of the gradients of a block's largest parameters: of its feed-forward, or of its
         mixer, such as the experts of Routing Mamba. A frozen block has none."""
         degrees = layout.degrees
+        largest = self._largest_in_blocks(degrees.pipeline, stage, degrees.expert, degrees.tensor)
+        return self.element_bytes * largest
+
+    def _largest_in_blocks_of(self, pipeline: int, stage: int, expert: int, tensor: int) -> int:
         model = self.model
         dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
-        is_last = stage == degrees.pipeline - 1
+        is_last = stage == pipeline - 1
         largest = dense if is_last and model.mtp is not None and model.mtp.has_blocks else 0
-        for layer in self.stages(degrees.pipeline)[stage]:
-            experts = -(-self._parts[layer]["experts", True] // degrees.expert)
+        for layer in self.stages(pipeline)[stage]:
+            experts = -(-self._parts[layer]["experts", True] // expert)
             whole, split = (self._mixers[layer][is_split] for is_split in (False, True))
-            largest = max(largest, experts or dense, whole + split // degrees.tensor)
-        return self.element_bytes * largest
+            largest = max(largest, experts or dense, whole + split // tensor)
+        return largest
 
     def _largest_block(self) -> int:
         """Bytes of the gradients of the block with most trained parameters."""
