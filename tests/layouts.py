@@ -25,7 +25,7 @@ from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 from tests.layout_faults import plant
 
-STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 6, 8, 24, 304
+STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 8, 24, 304
 # One process may round differently from another; what is wrong deviates by 1e-4 and more.
 TOLERANCE = 1e-5
 # Of AdamW. With its usual 1e-8, a weight whose gradient almost cancels out moves by rounding: one
@@ -328,7 +328,7 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any], list[Any]]:
 def wake_blocks() -> None:
     """Let blocks of this process start with numbers where they have zeros.
 
-    Behind output projections of zero, gradients are so small for these steps that the norm of all
+    Behind output projections of zero, gradients are so small for ten steps that the norm of all
     would hardly show what is wrong with them.
     """
     from cdrmix.models.block import Block

@@ -1,6 +1,6 @@
 """Every supported layout against one process that takes the same micro-steps.
 
-Six steps in float32 with gradient clipping, unevenly masked labels and router losses. Losses and
+Ten steps in float32 with gradient clipping, unevenly masked labels and router losses. Losses and
 gradient norms show what AdamW hides: a wrong scale of gradients. The final weights are gathered
 as a checkpoint gathers them.
 """
@@ -43,8 +43,8 @@ ROUTED = {"mod": {"capacity": 0.75, "threshold_rate": 2.0, "final_threshold_rate
 TOPMOST = {"mod": {"mode": "topk", "capacity": 0.75, "predictor_weight": 1.0}}
 NEURON_NORM = {"neuron_norm": True}
 UNEVEN = {"num_kv_heads": 2}
-# A decay that the first steps come up to: (1 + n) / (10 + n) is larger from the third on.
-AVERAGED = {"ema_decay": 0.3}
+# A decay that the first steps come up to: (1 + n) / (10 + n) is larger from the fifth on.
+AVERAGED = {"ema_decay": 0.4}
 
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [

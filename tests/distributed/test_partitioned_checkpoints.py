@@ -23,9 +23,9 @@ from cdrmix.models.backbone import logical_name
 from tests.checkpoints import save_checkpoint
 from tests.distributed.test_layouts import AVERAGED, CUT, ON_HOST, ROUTED
 from tests.harness import run_ranks
-from tests.layouts import Case, Started, deviation, run_steps, start
+from tests.layouts import STEPS, Case, Started, deviation, run_steps, start
 
-BEFORE, AFTER = 3, 5  # steps done when a run is saved, and from there on
+BEFORE = 3  # steps done when a run is saved
 BF16 = {"precision": "bf16"}
 
 # a sub-group per parameter: each has an optimizer step count of its own
@@ -73,8 +73,8 @@ def load(started: Started, folder: Path) -> None:
 
 
 def go_on(started: Started) -> Ending:
-    """Losses and gradient norms of `AFTER` more steps, and the sum of every piece that is saved."""
-    losses, norms = run_steps(started, first=BEFORE, count=AFTER)
+    """Ten more steps: losses, gradient norms, and the sum of every piece that this rank saves."""
+    losses, norms = run_steps(started, first=BEFORE, count=STEPS)
     sums: dict[str, float] = {}
     for piece in engine_state.fragments(started.engine, logical_name):
         # of the bits, so that any that differs shows
