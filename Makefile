@@ -24,7 +24,7 @@ NPROC ?= $(shell devices=$(GPUS); \
 # DeepSpeed warns three times that it finds no GPU, unless it is told.
 ACCELERATOR := $(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu)
 
-# Test files go to three processes: one has the labs, which mostly wait, and two have the cores. The
+# Test files go to three processes: one begins with the labs, which wait for half of their time. The
 # few that ARGS names run in this one: starting others takes seconds.
 WORKERS ?= 3
 IN_PARALLEL := $(if $(filter tests/%,$(ARGS)),,--numprocesses $(WORKERS))

@@ -1,4 +1,4 @@
-"""Windows with their answers behind them, as both are learned and answers are scored."""
+"""Windows with their answers behind them, and labels of either."""
 
 # n windows of T tokens
 
