@@ -117,7 +117,6 @@ class MemoryModel:
         # those of a layer are one module, whose parameters ZeRO-3 gathers at once
         self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
-        self._largest_in_blocks = cache(self._largest_in_blocks_of)
 
     def estimate(
         self, layout: Layout, *, has_copy: bool | None = None, has_memory_tier: bool = True
@@ -487,19 +486,15 @@ class MemoryModel:
         """Bytes of the gradients of a block's largest parameters: of its feed-forward, or of its
         mixer, such as the experts of Routing Mamba. A frozen block has none."""
         degrees = layout.degrees
-        largest = self._largest_in_blocks(degrees.pipeline, stage, degrees.expert, degrees.tensor)
-        return self.element_bytes * largest
-
-    def _largest_in_blocks_of(self, pipeline: int, stage: int, expert: int, tensor: int) -> int:
         model = self.model
         dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
-        is_last = stage == pipeline - 1
+        is_last = stage == degrees.pipeline - 1
         largest = dense if is_last and model.mtp is not None and model.mtp.has_blocks else 0
-        for layer in self.stages(pipeline)[stage]:
-            experts = -(-self._parts[layer]["experts", True] // expert)
+        for layer in self.stages(degrees.pipeline)[stage]:
+            experts = -(-self._parts[layer]["experts", True] // degrees.expert)
             whole, split = (self._mixers[layer][is_split] for is_split in (False, True))
-            largest = max(largest, experts or dense, whole + split // tensor)
-        return largest
+            largest = max(largest, experts or dense, whole + split // degrees.tensor)
+        return self.element_bytes * largest
 
     def _largest_block(self) -> int:
         """Bytes of the gradients of the block with most trained parameters."""
