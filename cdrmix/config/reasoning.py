@@ -166,11 +166,6 @@ class StageBLosses(Section):
     rl: float = Field(1.0, ge=0, description="Weight of the policy loss.")
     hebbian: float = Field(0.01, ge=0, description="Weight of the correlation objective.")
     moe_aux: float = Field(1.0, ge=0, description="Weight of the router losses.")
-    # Names that come twice in a window teach a backbone to copy, whatever the words around them:
-    # docs/reasoning.md, "Training".
-    window_text: float = Field(0.3, ge=0)
-    """Weight of cross-entropy on the text of windows, beside that on their answers, where the
-    backbone is trained (ratio)."""
 
 
 class StageBTraining(Section):

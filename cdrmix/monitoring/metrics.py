@@ -78,7 +78,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("stage_b/answer_loss", "nats", "sum", "answer token"),
     Metric("stage_b/text_loss", "nats", "sum", "token read in windows"),
     Metric("stage_b/drill_loss", "nats", "sum", "answer token without memory"),
-    Metric("stage_b/window_text_loss", "weighted nats", "sum", "token of a drill's window"),
     Metric("stage_b/replay_loss", "nats", "sum", "token read without memory"),
     Metric("stage_b/router_loss", "weighted, mean over layers", "sum", "lesson"),
     Metric("stage_b/correlation_loss", "weighted, mean over adapters", "sum", "text"),

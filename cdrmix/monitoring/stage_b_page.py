@@ -17,7 +17,6 @@ _CURVES = (
     ("Losses", "nats", "retrieval", "stage_b/retrieval_loss"),
     ("Losses", "nats", "replay", "stage_b/replay_loss"),
     ("Losses", "nats", "drill", "stage_b/drill_loss"),
-    ("Losses", "nats", "windows, weighted", "stage_b/window_text_loss"),
     ("Right", "share of the training texts", "found first", "stage_b/recall"),
     ("Right", "share of the training texts", "answered", "stage_b/answered"),
     ("Correlation objective", "weighted, mean over adapters", "", "stage_b/correlation_loss"),

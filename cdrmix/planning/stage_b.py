@@ -236,8 +236,6 @@ class _Model:
             self._tokens += plain + texts * DRILLS_PER_TASK * window
             self._calls += 2
             self._scored += plain
-            if self._stage_b.losses.window_text > 0:
-                self._scored += texts * DRILLS_PER_TASK * window
         one_window = config.training.model_copy(update={"sequence_length": self._window})
         # a lesson reads single texts, so there are no documents to separate
         data = config.data.model_copy(update={"segment_documents": False})

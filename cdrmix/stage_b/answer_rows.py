@@ -1,4 +1,4 @@
-"""Windows with their answers behind them, and labels of either."""
+"""Windows with their answers behind them, as the answers are learned and scored."""
 
 # n windows of T tokens
 
@@ -25,11 +25,3 @@ def rows_with_answers(
         tokens[row, :end] = torch.tensor([*ids, *answer[:-1]])
         labels[row, len(ids) - 1 : end] = torch.tensor(answer)
     return tokens.to(device), labels.to(device)
-
-
-def labels_of_windows(tokens: Tensor, labels: Tensor) -> Tensor:
-    """Labels of the text before the answers of `rows_with_answers`, [n, T]: its next tokens."""
-    # The first label stands on the last token of a window, which the answer alone follows.
-    last = (labels != IGNORED_LABEL).int().argmax(1, keepdim=True)
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    return tokens.roll(-1, dims=1).masked_fill(places >= last, IGNORED_LABEL)

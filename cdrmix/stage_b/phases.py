@@ -50,7 +50,7 @@ from cdrmix.reasoning.policy import (
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.recall import Samples
 from cdrmix.reasoning.tasks import Example, score
-from cdrmix.stage_b.answer_rows import labels_of_windows, rows_with_answers
+from cdrmix.stage_b.answer_rows import rows_with_answers
 from cdrmix.stage_b.likelihood import preferences
 
 
@@ -91,9 +91,7 @@ def phase_loss(
         losses["text"] = weights.ce * text
     if phase == "joint" and stage_b_section(config).training.backbone_lr_scale > 0:
         # Plain text preserves the language modelling of a backbone that learns.
-        alone, router = _backbone_losses(
-            reader, lesson, config.model, window_text=weights.window_text
-        )
+        alone, router = _backbone_losses(reader, lesson, config.model)
         losses |= {name: weights.ce * loss for name, loss in alone.items()}
         if router is not None:
             losses["router"] = weights.moe_aux * router
@@ -153,7 +151,7 @@ def _task_losses(
 def answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor:
     """Nats per label of windows, [n, T, D] and [n, T].
 
-    Hidden states that have a label, often few, alone meet the vocabulary.
+    Few tokens have a label: only their hidden states meet the vocabulary.
     """
     answered = labels != IGNORED_LABEL
     weight = reader.backbone.embedding.weight
@@ -248,22 +246,17 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
 
 
 def _backbone_losses(
-    reader: MemoryReader, lesson: Lesson, model: ModelConfig, *, window_text: float
+    reader: MemoryReader, lesson: Lesson, model: ModelConfig
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Losses of the backbone without memory, on drills, the text of their windows (weighted by
-    `window_text`) and plain text, in nats per label, and the router's on plain text; None without
-    experts."""
+    """Losses of the backbone without memory, on drills and plain text (nats per label), and the
+    router's on plain text; None without experts."""
     losses = {}
     router: Tensor | None = None
     weight = reader.backbone.embedding.weight
     if lesson.drills:
         questions, answers = zip(*lesson.drills, strict=True)
         tokens, labels = rows_with_answers(questions, answers, weight.device)
-        hidden = reader.backbone(tokens).hidden
-        losses["drill"] = answer_loss(reader, hidden, labels)
-        if window_text > 0:
-            text = answer_loss(reader, hidden, labels_of_windows(tokens, labels))
-            losses["window_text"] = window_text * text
+        losses["drill"] = answer_loss(reader, reader.backbone(tokens).hidden, labels)
     if len(lesson.plain):
         output: Output = reader.backbone(lesson.plain[:, :-1])
         labels = lesson.plain[:, 1:]

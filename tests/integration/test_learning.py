@@ -95,14 +95,14 @@ def test_a_trained_rival_learns_and_the_reader_stays(
     loaded = TrainedReader(trained, reader, lessons)
     before = {name: tensor.clone() for name, tensor in reader.state_dict().items()}
     losses: list[float] = []
-    original = table.rival_losses
+    original = table.rival_loss
 
-    def noted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-        answers, text, tokens = original(*arguments)
-        losses.append(answers.item())
-        return answers, text, tokens
+    def noted(*arguments: Any) -> tuple[torch.Tensor, int]:
+        loss, tokens = original(*arguments)
+        losses.append(loss.item())
+        return loss, tokens
 
-    monkeypatch.setattr(table, "rival_losses", noted)
+    monkeypatch.setattr(table, "rival_loss", noted)
     learned = table.train_rival(loaded, rival, num_tokens=120_000, seed=0)
     assert losses[-1] < 0.6 * losses[0]
     moved = {name for name, each in learned.state_dict().items() if not each.equal(before[name])}
@@ -119,7 +119,7 @@ def test_a_rival_with_carried_state_is_corrected_through_all_windows(
 
     def gradient() -> torch.Tensor:
         reader.zero_grad()
-        table.rival_losses(reader, lessons, "state", examples)[0].backward()
+        table.rival_loss(reader, lessons, "state", examples)[0].backward()
         found = reader.backbone.embedding.weight.grad
         assert found is not None
         return found.clone()

@@ -32,7 +32,7 @@ from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.own_tasks import target
 from cdrmix.reasoning.segments import window_tokens
 from cdrmix.reasoning.tasks import HELD_OUT, TRAINED, Example
-from cdrmix.stage_b.answer_rows import labels_of_windows, rows_with_answers
+from cdrmix.stage_b.answer_rows import rows_with_answers
 from cdrmix.stage_b.controls import Answers, Controls, summary
 from cdrmix.stage_b.long_context import TrainedReader, load_reader, score_examples, suite
 from cdrmix.stage_b.phases import answer_loss, grade_by
@@ -99,8 +99,7 @@ def train_rival(loaded: TrainedReader, rival: Rival, *, num_tokens: int, seed: i
         entered = RATIOS[: 1 + int(min(2 * share, 0.999) * len(RATIOS))]
         ratio = entered[step % len(entered)]
         examples = _rival_examples(loaded.lessons, f"{seed}/{rival}", step, ratio)
-        answers, text, read = rival_losses(reader, loaded.lessons, rival, examples)
-        loss = answers + reader.config.losses.window_text * text
+        loss, read = rival_loss(reader, loaded.lessons, rival, examples)
         for group in optimizer.param_groups:
             group["lr"] = RIVAL_RATE * min((step + 1) / RIVAL_WARMUP, 1, max(0.05, 2 - 2 * share))
         optimizer.zero_grad()
@@ -127,11 +126,10 @@ def _rival_examples(lessons: Lessons, seed: str, step: int, ratio: int) -> list[
     return examples
 
 
-def rival_losses(
+def rival_loss(
     reader: MemoryReader, lessons: Lessons, rival: Rival, examples: Sequence[Example]
-) -> tuple[Tensor, Tensor, int]:
-    """Nats per token of the answers, and of the text before them for `whole`, zero for `state`,
-    whose windows hold the question alone; and the tokens that were read."""
+) -> tuple[Tensor, int]:
+    """Nats per token of the answers, and the tokens that were read."""
     encode = lessons.tokenizer.encode
     marks = lessons.marks
     texts = [[id for part in lessons.segments(each.text) for id in part] for each in examples]
@@ -147,10 +145,7 @@ def rival_losses(
     tokens, labels = rows_with_answers(windows, answers, reader.backbone.device)
     hidden = reader.backbone(tokens, state=state).hidden
     read = sum(map(len, windows)) + (sum(map(len, texts)) if rival == "state" else 0)
-    text = hidden.new_zeros(())
-    if rival == "whole":
-        text = answer_loss(reader, hidden, labels_of_windows(tokens, labels))
-    return answer_loss(reader, hidden, labels), text, read
+    return answer_loss(reader, hidden, labels), read
 
 
 @torch.no_grad()
