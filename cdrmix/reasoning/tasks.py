@@ -26,7 +26,7 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 # Of the texts that a task and its number lead to: runs that began with another are told.
-TEXT_VERSION = 2
+TEXT_VERSION = 3
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they
@@ -64,6 +64,30 @@ class Wording(NamedTuple):
                 yield word
 
 
+# Hundreds of forms, as an agent that learns from five takes every other sentence for a statement,
+# and writes it (docs/reasoning.md).
+_TRAINED_FILLERS = tuple(
+    " ".join(part for part in parts if part) + "."
+    for parts in (
+        *itertools.product(
+            ("Nobody", "A child", "Some men", "They", "We", "Many"),
+            ("asked about {word}", "came from {word}", "spoke of {word}", "go to {word}")
+            + ("dream of {word}", "wrote to {word}", "like {word}", "saw {word}"),
+            ("", "again", "late", "for an hour", "at night"),
+        ),
+        *itertools.product(
+            ("{word}", "The road to {word}", "A letter from {word}", "All of {word}"),
+            ("was", "is", "seems", "gets"),
+            ("long", "far", "under water", "old", "too high"),
+        ),
+        *itertools.product(
+            ("It rained in", "There is no way to", "Little is in", "Wind is in"),
+            ("{word}", "the north of {word}"),
+            ("", "today", "again", "all year"),
+        ),
+    )
+)
+
 TRAINED = Wording(
     has_held_out_names=False,
     needles=(
@@ -74,6 +98,9 @@ TRAINED = Wording(
     ask_needles=(
         ("What is the code of {words}?", "What are the codes of {words}?"),
         ("Which code has {words}?", "Which codes have {words}?"),
+        ("Tell the code of {words}.", "Tell the codes of {words}."),
+        ("What code was given to {words}?", "What codes were given to {words}?"),
+        ("Say which code {words} has.", "Say which codes {words} have."),
     ),
     # Short, so that two hops fit a window of 64 tokens, and several: readers that learn from three
     # forms follow no other.
@@ -91,14 +118,13 @@ TRAINED = Wording(
         "Which variables hold {value}?",
         "What holds {value}?",
         "Which of them have {value}?",
+        "What equals {value}?",
+        "Which words mean {value}?",
+        "Who takes {value}?",
+        "Say what has {value}.",
+        "List all that get {value}.",
     ),
-    fillers=(
-        "Nobody asked about {word}.",
-        "The way to {word} is long.",
-        "It rained in {word} again.",
-        "A letter from {word} came late.",
-        "They spoke of {word} for an hour.",
-    ),
+    fillers=_TRAINED_FILLERS,
     decoys=(
         "The room of {word} is {digits}.",
         "The code was sent to {word}.",
