@@ -1,7 +1,7 @@
 """Stage B as a whole, from text to table, beside its rivals.
 
 `cdrmix-reason-tiny`, as a user runs it, for so many seeds. What counts are texts of eight windows,
-512 tokens, in the wording of training and in one that training makes none of, answered by the
+512 tokens, in the wording of training and in two that training makes none of, answered by the
 agent, by its backbone alone and by all columns of `cdrmix.stage_b.controls`. `whole` and `state`
 are there twice: as the backbone stands, which learned on windows alone, and trained. A trained
 rival begins as the backbone of the finished reader, so that it has seen all that the reader learned
@@ -42,7 +42,21 @@ TASKS = ("needle_keys", "variable_tracking")
 LENGTH_RATIO = 8
 RATIOS = (1, 2, 4, 8)  # of the rivals' texts
 NUM_EVALUATED = 64
-WORDINGS = {"trained": TRAINED, "held-out": HELD_OUT}
+# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT`.
+SECOND = HELD_OUT._replace(
+    needles=("For {word} the code reads {digits}.",),
+    ask_needles=(("Give the code for {words}.", "Give the codes for {words}."),),
+    copies=("Now {new} holds {old}.",),
+    ask_copies=("Which things are at {value}?",),
+    fillers=(
+        "The bells of {word} rang all morning.",
+        "Every ship to {word} was late.",
+        "Few people read about {word}.",
+        "Her uncle grew up near {word}.",
+        "In spring {word} smells of rain.",
+    ),
+)
+WORDINGS = {"trained": TRAINED, "held-out": HELD_OUT, "second": SECOND}
 Rival = Literal["whole", "state"]
 RIVALS: tuple[Rival, ...] = ("whole", "state")
 RIVAL_RATE = 3.2e-3  # as the backbone's in Stage B
