@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
@@ -309,23 +310,7 @@ class ModelConfig(Section):
         assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
         if self.mixers is not None:
             return self.mixers
-        kinds = ["rwkv"] * self.num_layers
-        if self.schedule == "top-of-x":
-            # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
-            top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)
-            kinds[self.num_layers - top :] = ["transformer"] * top
-        elif self.transformer_fraction > 0:
-            period = round(1 / self.transformer_fraction)
-            # The tolerance takes 0.3333333 for a third.
-            if abs(period * self.transformer_fraction - 1) > 1e-6:
-                raise ValueError(
-                    f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
-                    "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
-                )
-            # The Transformer block ends its period: RWKV blocks come first.
-            for layer in range(period - 1, self.num_layers, period):
-                kinds[layer] = "transformer"
-        return tuple(kinds)
+        return _scheduled_kinds(self.schedule, self.num_layers, self.transformer_fraction)
 
     def routed_layers(self) -> tuple[int, ...]:
         """Blocks that take a share of the tokens alone, from the input; none without `mod`. Raises
@@ -420,3 +405,26 @@ def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
                 f"{key} is not that of {path}, whose config.json tells it. Leave it out"
             )
     return filled
+
+
+@cache  # a search asks for it tens of thousands of times
+def _scheduled_kinds(
+    schedule: str, num_layers: int, transformer_fraction: float
+) -> tuple[str, ...]:
+    kinds = ["rwkv"] * num_layers
+    if schedule == "top-of-x":
+        # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
+        top = math.floor(num_layers * transformer_fraction + 1e-9)
+        kinds[num_layers - top :] = ["transformer"] * top
+    elif transformer_fraction > 0:
+        period = round(1 / transformer_fraction)
+        # The tolerance takes 0.3333333 for a third.
+        if abs(period * transformer_fraction - 1) > 1e-6:
+            raise ValueError(
+                f"transformer_fraction = {transformer_fraction} cannot be interleaved: "
+                "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
+            )
+        # The Transformer block ends its period: RWKV blocks come first.
+        for layer in range(period - 1, num_layers, period):
+            kinds[layer] = "transformer"
+    return tuple(kinds)
