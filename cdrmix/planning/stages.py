@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.planning.blocks.block_type import block_type
+from cdrmix.planning.blocks.block_type import is_v_first_made
 from cdrmix.planning.counts import flops_above_layers, forward_flops_by_layer
 from cdrmix.planning.layout import Degrees
 
@@ -47,8 +47,5 @@ def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -
     over tensor ranks.
     """
     width = model.hidden_size
-    kinds = enumerate(model.layer_kinds())
-    makers = (layer for layer, kind in kinds if block_type(kind, model).passes_v_first)
-    first = next(makers, model.num_layers)
-    has_v_first = [first < stage.start for stage in stages[1:]]
+    has_v_first = [is_v_first_made(model, stage.start) for stage in stages[1:]]
     return [0, *(width + created * width // degrees.tensor for created in has_v_first), 0]
