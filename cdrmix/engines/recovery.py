@@ -97,10 +97,26 @@ def _state(run: Run, position: JsonObject) -> JsonObject:
 def hold(run: Run) -> None:
     """Wait until the state is copied, so that the optimizer may change it, and tell hooks; on this
     rank alone."""
+    _wait_for_copy(run)
+    run.hooks.backward_done(run.step)
+
+
+def _wait_for_copy(run: Run) -> None:
     if run.saver.is_copying:
         with _stalled(run):
             run.saver.wait_for_copy()
-    run.hooks.backward_done(run.step)
+
+
+@contextlib.contextmanager
+def averaged(run: Run) -> Iterator[None]:
+    """Puts the average of the weights into their place, as `engine_state.averaged` does; collective.
+
+    That exchanges values in place, as an optimizer's step does: a checkpoint under way is copied
+    before, or would hold the one for the other.
+    """
+    _wait_for_copy(run)
+    with engine_state.averaged(run.engine):
+        yield
 
 
 def settle(run: Run) -> None:

@@ -39,6 +39,7 @@ from cdrmix.engines.combination import (
 from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.reading import Reading
+from cdrmix.engines.recovery import averaged
 from cdrmix.engines.routing import (
     router_parts,
     routing_metrics,
@@ -218,7 +219,7 @@ class Pretraining(Stage[Batch, StepResult]):
         with (
             run.heartbeat.phase("evaluating"),
             run.wall_time.spent("evaluation"),
-            engine_state.averaged(run.engine),
+            averaged(run),
         ):
             return self._evaluate(run, max_tokens)
 

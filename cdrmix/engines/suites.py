@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.failed_writes import described
 from cdrmix.checkpoint.held_out import Score
 from cdrmix.config.evaluation import EvaluationConfig, SuiteConfig
+from cdrmix.engines.recovery import averaged
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError, TrainingError
@@ -203,7 +203,7 @@ class Suites:
             for weights in ("trained", "ema") if averages else ("trained",):
                 is_average = weights == "ema"
                 # Errors are met inside: all ranks put the weights back together.
-                with engine_state.averaged(run.engine) if is_average else nullcontext():
+                with averaged(run) if is_average else nullcontext():
                     outcome = _attempt(partial(self._ask, run, suite, model, weights))
                 if isinstance(outcome, Exception):
                     return self._failed(run, suite, outcome)

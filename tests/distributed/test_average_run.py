@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from cdrmix.evaluation.scoring import Scorer
 from cdrmix.evaluation.trained import evaluate_run, load_trained
 from cdrmix.models.backbone import logical_name
 from cdrmix.monitoring.sinks import read_metrics
-from tests.equal_runs import assert_equal_runs
+from tests.equal_runs import assert_equal_runs, result_of
 from tests.harness import run_ranks
 from tests.small_run import STEPS, arguments, before_step, overrides, start
 
@@ -64,6 +66,41 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert run_ranks(train, 2, argv, 5) == [75, 75]
     assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
     assert_equal_runs(tmp_path / "run", averaged, steps=STEPS)
+
+
+def evaluate_beside_a_copy(argv: list[str]) -> int:
+    """One rank that is asked to evaluate while the first checkpoint is copied, which takes until the
+    weights make room for their average, or as long as a rank would wait for it."""
+    from cdrmix.checkpoint import engine_state, host_memory
+
+    is_swapped = threading.Event()
+    copy, swap = host_memory.HostMemory._copy, engine_state.swap_average
+
+    def copy_late(*args: Any, **kwargs: Any) -> Any:
+        is_swapped.wait(1.0)
+        return copy(*args, **kwargs)
+
+    def swap_and_tell(engine: Any) -> None:
+        swap(engine)
+        is_swapped.set()
+
+    host_memory.HostMemory._copy = copy_late
+    engine_state.swap_average = swap_and_tell
+    return start(argv)
+
+
+def test_a_checkpoint_holds_the_weights_that_an_evaluation_takes_out_meanwhile(
+    averaged: Path, small_corpus: Path, run_dir: Path
+) -> None:
+    settings = [DECAY, "checkpoint.background=true", "evaluation.every_steps=null"]
+    settings += ["hooks=[{use: 'tests.noting_hooks:Asking', options: {evaluate: 3}}]"]
+    argv = arguments(small_corpus, run_dir, *overrides(settings))
+    assert run_ranks(evaluate_beside_a_copy, 2, argv) == [0, 0]
+    lines = {line["step"]: line for line in read_metrics(run_dir / "metrics.jsonl")}
+    assert "eval/ema_loss" in lines[3], "evaluated behind the step that is saved"
+    (_, found), (_, expected) = (result_of(each, 3) for each in (run_dir, averaged))
+    assert found.keys() == expected.keys() and any(name.startswith("ema ") for name in found)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def test_evaluation_and_text_are_of_the_average_that_is_asked_for(
