@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ class Profiler(Hook):
         self._settings = settings
         self._long_phase = long_phase
         self._profile: profile | None = None
+        self._activities: list[ProfilerActivity] = []
         self._watching = contextlib.ExitStack()
         self._has_history = False
         self._step = 0  # steps completed
@@ -96,8 +97,9 @@ class Profiler(Hook):
         runtime.quieten_tracer()
         settings = self._settings
         on_gpu = torch.cuda.is_initialized()
+        self._activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
         self._profile = profile(
-            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
+            activities=self._activities,
             # torch asks once before its first step has our number.
             schedule=lambda number: self._action(max(number, step + 1)),
             on_trace_ready=self._write,
@@ -114,7 +116,23 @@ class Profiler(Hook):
         if self._first == step + 1:
             self._has_history = settings.memory and memory_snapshot.begin_history()
         self._began = time.perf_counter()
-        self._watching.enter_context(watched_by(record_function))
+        self._watching.enter_context(watched_by(self._phase))
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Records a phase. Of an evaluation the time alone: it is no part of a step, and its many
+        operations would hide those of the steps."""
+        profiled = self._profile
+        records = self._first <= self._step + 1
+        with record_function(name):
+            if profiled is None or name != "evaluation" or not records:
+                yield
+                return
+            profiled.toggle_collection_dynamic(False, self._activities)
+            try:
+                yield
+            finally:
+                profiled.toggle_collection_dynamic(True, self._activities)
 
     def _action(self, step: int) -> ProfilerAction:
         """Action of torch's profiler in a step of the run."""

@@ -107,6 +107,14 @@ def test_phases_kernels_and_collectives_are_in_tables(runs: tuple[Path, Path]) -
     assert 0.5 < tables["flops"]["counted"] / tables["flops"]["planned"] < 1.1
 
 
+def test_of_an_evaluation_in_the_window_the_time_alone_is_recorded(runs: tuple[Path, Path]) -> None:
+    before, behind = (found(runs[1], f"rank0_steps_{steps}") for steps in ("3-4", "5-6"))
+    calls = {row["phase"]: row["calls"] for row in before["phases"]}
+    assert calls["evaluation"] == 1
+    # they differ by 64 FLOPs of 1.1e9
+    assert before["flops"]["counted"] == pytest.approx(behind["flops"]["counted"], rel=1e-6)
+
+
 def test_stages_of_a_pipeline_have_their_phases_and_the_end_of_a_run_ends_the_window(
     small_corpus: Path, run_dir: Path
 ) -> None:
