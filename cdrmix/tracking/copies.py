@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shlex
 import shutil
@@ -11,11 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdrmix.config.redaction import redacted
+from cdrmix.config.load import load_config
+from cdrmix.config.plugin import is_plugin
+from cdrmix.config.plugin_folder import PLUGINS, use_plugin_folder
+from cdrmix.config.redaction import REDACTED, redacted
 from cdrmix.config.resuming import SNAPSHOT
 from cdrmix.config.tracking import TrackerConfig, name_of
 from cdrmix.config.yaml_text import parse_yaml
-from cdrmix.errors import StateError
+from cdrmix.errors import ConfigError, StateError
 from cdrmix.tracking.choice import check_trackers
 from cdrmix.tracking.feed import Feed, close_feeds
 from cdrmix.tracking.tracker import METRICS, Line, timed_lines
@@ -47,7 +51,9 @@ def command_to_copy(run_dir: Path, tracker: str) -> str:
     return shlex.join(["cdrmix", "track", str(run_dir), "--to", tracker])
 
 
-def copy_run(run_dir: Path, use: str, *, out: Path | None) -> Copied:
+def copy_run(
+    run_dir: Path, use: str, *, out: Path | None, config_file: Path | None = None
+) -> Copied:
     """Makes the copy of a run, finished or still going, with all lines that it has by now.
 
     The one before stays as it is until the new one is whole.
@@ -56,8 +62,11 @@ def copy_run(run_dir: Path, use: str, *, out: Path | None) -> Copied:
         use: the tracker, as in TrackerConfig.
         out: folder for the copy, new or of an earlier one; None: the tracker's in the run
             directory, with the options that the run has for it.
+        config_file: configuration with options and folder of plug-ins, in place of the run's own,
+            which holds no secrets.
     Raises:
-        ConfigError: if the tracker is not installed or refuses its options.
+        ConfigError: if the tracker is not installed or refuses its options, a secret among them is
+            missing, or its code lies in the run directory.
         StateError: if the run cannot be read, the copy cannot be written, or the run itself is
             writing it.
     """
@@ -69,6 +78,18 @@ def copy_run(run_dir: Path, use: str, *, out: Path | None) -> Copied:
         raise StateError(f"{metrics}: holds no line yet, of which a copy could be made")
     config = _config_of(run_dir)
     tracker = TrackerConfig(use=use, options={} if out else _options(config, use))
+    if config_file is not None:
+        # It also makes its folder of plug-ins importable.
+        trackers = load_config(config_file).monitoring.trackers or ()
+        tracker = next((each for each in trackers if each.use == use), tracker)
+    elif is_plugin(use):
+        _use_plugins_of(run_dir, config)
+    if REDACTED in json.dumps(tracker.options):
+        raise ConfigError(
+            f"monitoring.trackers, {use}: {run_dir / SNAPSHOT} holds no secrets of its options. "
+            "Give --config with the file of the run's first start, or have the class read them "
+            "from the environment"
+        )
     place = (out or folder_of(run_dir, name_of(use))).absolute()
     check_trackers([tracker], place)
     make_tracker(tracker)  # a class of a user's, and its options
@@ -94,6 +115,21 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
         return {}
     values = parse_yaml(path.read_text(encoding="utf-8"), place=str(path))
     return redacted(values) if isinstance(values, dict) else {}
+
+
+def _use_plugins_of(run_dir: Path, config: dict[str, Any]) -> None:
+    """Makes the run's own folder of plug-ins importable. Refuses one that lies in the run directory,
+    as those are handed on, and must not run code."""
+    folder = config.get(PLUGINS)
+    if not isinstance(folder, str):
+        return
+    if Path(folder).resolve().is_relative_to(run_dir.resolve()):
+        raise ConfigError(
+            f"{run_dir / SNAPSHOT}: {PLUGINS} = {folder} lies in the run itself, which may be of "
+            "anyone. Look at its code, copy the folder to another place beside a configuration, "
+            "and give that by --config"
+        )
+    use_plugin_folder(Path(folder))
 
 
 def _options(config: dict[str, Any], use: str) -> dict[str, Any]:

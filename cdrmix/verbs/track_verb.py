@@ -24,6 +24,8 @@ def add_track(verbs: Verbs) -> None:
     flag("--to", dest="tracker", metavar="TRACKER", type=_tracker, required=True, help=name)
     out = "folder for the copy; default: RUN_DIR/tracking/TRACKER, with the run's options for it"
     flag("--out", type=Path, metavar="DIR", help=out)
+    config = "configuration with the tracker's options and plug-ins; default: the run's own, which "
+    flag("--config", type=Path, metavar="FILE", help=config + "holds no secrets")
     flag("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_track)
 
@@ -42,7 +44,9 @@ def _tracker(text: str) -> str:
 def _track(arguments: argparse.Namespace) -> None:
     from cdrmix.tracking.copies import copy_run
 
-    copied = copy_run(arguments.run_dir, arguments.tracker, out=arguments.out)
+    copied = copy_run(
+        arguments.run_dir, arguments.tracker, out=arguments.out, config_file=arguments.config
+    )
     if arguments.json:
         print(json.dumps(copied._asdict()))
         return

@@ -6,15 +6,18 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from cdrmix import cli
 from cdrmix.config.load import load_config
+from cdrmix.config.redaction import redacted
 from cdrmix.errors import StateError
 from cdrmix.hooks import RunView
 from cdrmix.monitoring.sinks import read_metrics, without_non_finite
@@ -114,6 +117,58 @@ def test_track_makes_a_copy_of_exactly_the_lines(
     (tmp_path / "tb" / "writer.log").unlink()
     assert cli.main(["track", str(copy), "--to", "tensorboard", "--out", str(tmp_path / "tb")]) == 2
     assert "exists and is no copy of a tracker" in capfd.readouterr().err
+
+
+SECRETIVE = """
+from pydantic import BaseModel
+from cdrmix.tracking import Tracker
+
+class Secretive(Tracker):
+    class Options(BaseModel):
+        api_key: str
+
+    def __init__(self, options):
+        self.key = options.api_key
+
+    def open(self, run):
+        (run.folder / "key").write_text(self.key)
+
+    def write(self, lines):
+        pass
+"""
+
+
+def track(argv: list[str]) -> int:
+    """`cdrmix track` in a process of its own, which has imported no plug-in."""
+    return cli.main(["track", *argv])
+
+
+def test_a_copy_is_made_with_secrets_of_a_configuration_and_not_without(
+    killed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "secretive.py").write_text(SECRETIVE)
+    use = "secretive:Secretive"
+    given = [{"use": use, "options": {"api_key": "abc"}}]
+    config = load_config(CONFIG).model_dump(mode="json", exclude_unset=True)
+    config["monitoring"] = {"trackers": given}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shutil.copy(killed / "metrics.jsonl", run_dir)
+    kept = redacted(config) | {"plugins": str(tmp_path / "plugins")}
+    snapshot = run_dir / "config_snapshot.yaml"
+    snapshot.write_text(yaml.safe_dump(kept))
+    argv = [str(run_dir), "--to", use]
+    assert run_ranks(track, 1, argv) == [2]
+    assert "holds no secrets of its options. Give --config" in capfd.readouterr().out
+    assert not (run_dir / "tracking").exists()
+    assert run_ranks(track, 1, [*argv, "--config", str(tmp_path / "run.yaml")]) == [0]
+    assert (run_dir / "tracking" / "Secretive" / "key").read_text() == "abc"
+    shutil.copytree(tmp_path / "plugins", run_dir / "plugins")
+    snapshot.write_text(yaml.safe_dump(kept | {"plugins": str(run_dir / "plugins")}))
+    assert run_ranks(track, 1, argv) == [2]
+    assert "lies in the run itself, which may be of anyone" in capfd.readouterr().out
 
 
 FAILING = tuple(f"tests.trackers:{name}" for name in ("Raises", "Blocks", "OnFullDisk"))

@@ -55,13 +55,18 @@ def test_every_example_has_a_file() -> None:
     } <= {*examples()}
 
 
+def track(argv: list[str]) -> int:
+    """`cdrmix track` in a process of its own, which has imported no plug-in."""
+    return cli.main(["track", *argv])
+
+
 def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     folder: Path, small_corpus: Path
 ) -> None:
     config = folder / "run.yaml"
     shutil.copy(ROOT / CONFIG, config)
     run = folder / "run"
-    tracker = {"use": "my_trackers:CsvTracker", "options": {"key": "grad_norm"}}
+    tracker = {"use": "my_trackers:CsvTracker", "options": {"metric": "grad_norm"}}
     rule = {"use": "spaced:Spaced", "options": {"every": 4}}
     settings = {
         "hooks": [{"use": "patience:Patience", "options": {"evaluations": 50}}],
@@ -77,8 +82,14 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["plugin/Patience/evaluations_without_gain"] for line in lines] == [0] * STEPS
     [table] = run.rglob("grad_norm.csv")
-    steps = [int(row.split(",")[0]) for row in table.read_text().splitlines()]
+    first_copy = table.read_text()
+    steps = [int(row.split(",")[0]) for row in first_copy.splitlines()]
     assert steps == list(range(1, STEPS + 1))
+    # A copy made anew finds the class, too, and has the run's options for it.
+    table.unlink()
+    assert run_ranks(track, 1, [str(run), "--to", tracker["use"]]) == [0]
+    [table] = run.rglob("grad_norm.csv")
+    assert table.read_text() == first_copy
     kept = [int(each.name) for each in (run / "checkpoints").iterdir() if each.name.isdigit()]
     assert {4, 8} <= {*kept} and not {2, 6} & {*kept}
     (result,) = [each for each in read_results(run) if each.step == STEPS]
