@@ -161,3 +161,24 @@ class Scatters(Length):
         self, hidden: Tensor, logits: Callable[[], Tensor], batch: Mapping[str, Tensor]
     ) -> Tensor:
         return hidden.mean(-1)
+
+
+class Miscounts(Length):
+    """Counts what is no number once a test has broken it, on one rank alone."""
+
+    is_broken = False
+
+    def count(self, batch: Mapping[str, Tensor]) -> float:
+        return float("nan") if self.is_broken else super().count(batch)
+
+
+class Vector(Length):
+    """Gives no scalar once a test has broken it, on one rank alone."""
+
+    is_broken = False
+
+    def total(
+        self, hidden: Tensor, logits: Callable[[], Tensor], batch: Mapping[str, Tensor]
+    ) -> Tensor:
+        total = super().total(hidden, logits, batch)
+        return total.expand(2) if self.is_broken else total

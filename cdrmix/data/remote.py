@@ -175,6 +175,11 @@ def remember(folder: Path, url: str, *, max_bytes: int, least_bytes: int) -> Non
     _remembered[folder.resolve()] = (url, CacheSize(max_bytes, least_bytes, max_bytes))
 
 
+def is_in_use() -> bool:
+    """True if this process reads a remote folder."""
+    return bool(_remembered)
+
+
 def cache_size(folder: Path) -> CacheSize | None:
     """Size of a cache that was registered by `remember`, which may be changed within its bounds;
     None for any other folder."""

@@ -11,6 +11,7 @@ from cdrmix.engines.optimizer_check import OptimizerCheck
 from cdrmix.hooks.called import NamedHook
 from cdrmix.hooks.dispatch import Hooks, configured_hooks
 from cdrmix.monitoring.system_figures import SystemFigures
+from cdrmix.planning.plan import Plan
 from cdrmix.tracking.choice import trackers_of
 from cdrmix.tracking.hook import TrackerHook
 from cdrmix.tracking.writer import make_tracker
@@ -21,14 +22,15 @@ _FIRST = -1000
 _LAST = 1000
 
 
-def hooks_of_run(config: Config, heartbeat: Heartbeat) -> Hooks:
+def hooks_of_run(config: Config, plan: Plan, heartbeat: Heartbeat) -> Hooks:
     """Makes the hooks of a run, the same on all ranks; collective. Raises ConfigError on every
     rank."""
     hooks: list[NamedHook] = runtime.together(lambda: configured_hooks(config.hooks))
     if config.optimizer.kind == "muon":
         # A colon is in no name of the configuration.
         name = "cdrmix:optimizer_check"
-        hooks.append(NamedHook(name, OptimizerCheck(), _FIRST, unsafe=True, is_ours=True))
+        check = OptimizerCheck(tensor_ranks=plan.degrees.tensor)
+        hooks.append(NamedHook(name, check, _FIRST, unsafe=True, is_ours=True))
     if config.monitoring.trackers != ():
         hooks.append(_trackers(config))
     if config.monitoring.system:

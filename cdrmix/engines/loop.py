@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from cdrmix.engines.reading import record_change
 from cdrmix.engines.recovery import hold, react, save_on_hosts, save_run, settle
 from cdrmix.engines.run import Batch, JsonObject, Result, Run
 from cdrmix.engines.stage_a_optimizer import join, make_optimizer
+from cdrmix.engines.supervision import LostAlone
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.hooks import StepFigures
 from cdrmix.hooks.dispatch import Ending
@@ -40,6 +41,9 @@ from cdrmix.planning.plan import Plan
 from cdrmix.runtime.phases import phase
 
 logger = get_logger(__name__)
+
+# Ranks that fail alike in training do so within moments: they have just met in a collective.
+_SECONDS_TO_FAIL = 10.0
 
 
 def start_engine(
@@ -106,11 +110,17 @@ def train(run: Run) -> bool:
     Raises:
         DataError: on every rank, if a shard cannot be read on any of them; the state is saved.
         StateError: on every rank, if one could not write, or the run is not healthy.
+        LostAlone: where code of a user's has failed on this rank, while others may wait for it.
     """
     try:
         with before_each_step(run.engine, partial(hold, run)):
             is_stopped = _train(run)
-    except TrainingError:  # raised on all ranks alike, so that they can wait for each other here
+    except TrainingError as error:
+        # Nearly all come on all ranks, which can wait for each other here. One of code of a user's
+        # within a step may be of this rank alone: the others wait in a collective of that step.
+        if not runtime.fails_everywhere(within_seconds=_SECONDS_TO_FAIL):
+            logger.error("error: [rank %d] %s", runtime.rank(), error)
+            raise LostAlone(error.exit_code) from error
         try:
             settle(run)
         except StateError as another:
@@ -146,8 +156,8 @@ def _train(run: Run[Batch, Result]) -> bool:
         # Before the batch is read: a checkpoint saved in this turn begins with that batch.
         position = stage.loader.state_dict()
         began = time.perf_counter()
-        batch = None
-        failure: DataError | None = None
+        batch = weights = None
+        failure: TrainingError | None = None
         try:
             with phase("data"):
                 batch = stage.next_batch(run)
@@ -156,8 +166,12 @@ def _train(run: Run[Batch, Result]) -> bool:
         waited_for_data = time.perf_counter() - began
         if batch is not None:
             batch = run.hooks.batch(batch)
+            try:
+                weights = stage.weights(run, batch)
+            except TrainingError as error:  # as above: a user's term counts what it likes
+                failure = error
         # On GPUs the optimizer step before ends in here: the first wait for the device.
-        agreement = agree(run, batch)
+        agreement = agree(run, weights)
         waited = time.perf_counter() - began
         if agreement.loss is not None:
             verdict = run.health.loss_known(run.step, agreement.loss)
@@ -169,7 +183,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         _carry_out(run, agreement, position, failure)
         if agreement.stop:
             return True
-        assert batch is not None, "agreement.unread otherwise"
+        assert batch is not None, "agreement.failed otherwise"
         skipped = run.engine.skipped_steps
         lowers_scale = may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
@@ -196,11 +210,11 @@ def _train(run: Run[Batch, Result]) -> bool:
 
 
 def _carry_out(
-    run: Run, agreement: Agreement, position: JsonObject, failure: DataError | None
+    run: Run, agreement: Agreement, position: JsonObject, failure: TrainingError | None
 ) -> None:
     """Evaluate and save as agreed before a step, and raise on all ranks what one has failed with.
 
-    `failure` is this rank's, if its share of the batch could not be read.
+    `failure` is this rank's, if its share of the batch could not be read or weighed.
     """
 
     def raise_failure() -> None:
@@ -211,9 +225,9 @@ def _carry_out(
         _end(run, agreement.ending, position)
     if agreement.evaluate:
         _evaluate_now(run)
-    if agreement.stop or agreement.save or agreement.unread:
+    if agreement.stop or agreement.save or agreement.failed:
         save_run(run, position)
-    if agreement.unread:
+    if agreement.failed:
         runtime.together(raise_failure)
 
 
@@ -348,17 +362,17 @@ class Agreement(NamedTuple):
     stop: bool  # a rank received a signal to stop, or a hook there asks for it
     save: bool  # a signal or a hook asks a rank for it, or rank 0's clock says that one is due
     evaluate: bool  # a hook of a rank asks for it
-    unread: bool  # a rank could not read its share of the batch
+    failed: bool  # a rank could not read or weigh its share of the batch
     ending: Ending | None  # error of a hook on a rank
     loss: float | None  # of the step before, in nats per token; None where it was known already
 
 
-def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
+def agree(run: Run[Batch, Result], weights: Sequence[float] | None) -> Agreement:
     """Exchange in one collective: the weights of the global batch, requests of signals and hooks,
     hooks that failed, the loss of the step before, and each rank's progress with the checkpoint
     written in the background.
 
-    `batch` is this rank's share of the coming step, None where it could not be read.
+    `weights` are those of this rank's share of the coming step, None where it has failed.
 
     Raises:
         StateError: on every rank, if any of them could not write that checkpoint.
@@ -371,20 +385,20 @@ def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
     num_weights = run.stage.num_weights
-    weights = [0.0] * num_weights if batch is None else run.stage.weights(run, batch)
-    assert len(weights) == num_weights, "alike on all ranks"
+    own_weights = [0.0] * num_weights if weights is None else weights
+    assert len(own_weights) == num_weights, "alike on all ranks"
     own_loss, loss_weight = run.unjudged or (0.0, 0.0)
-    requests = [stop, save, batch is None]
+    requests = [stop, save, weights is None]
     of_hooks = run.hooks.votes(wishes)
     # float64 counts tokens exactly up to 9e15.
-    votes = [*weights, float(own_loss), *requests, *of_hooks, *run.saver.votes()]
+    votes = [*own_weights, float(own_loss), *requests, *of_hooks, *run.saver.votes()]
     sums = torch.tensor(votes, dtype=torch.float64).to(runtime.device())
     totals = runtime.all_reduce_sum(sums).tolist()
     loss, *counts = totals[num_weights:]
     asked, counts = counts[: len(requests)], counts[len(requests) :]
     run.saver.advance(counts[len(of_hooks) :])
     evaluate, ending = run.hooks.heed(counts[: len(of_hooks)])
-    stop, save, unread = (count > 0 for count in asked)
+    stop, save, failed = (count > 0 for count in asked)
     last_loss = loss / loss_weight if run.unjudged else None
     weights_of_all = tuple(totals[:num_weights])
-    return Agreement(weights_of_all, stop, save, evaluate, unread, ending, last_loss)
+    return Agreement(weights_of_all, stop, save, evaluate, failed, ending, last_loss)

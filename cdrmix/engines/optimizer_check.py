@@ -61,7 +61,8 @@ class OptimizerCheck(Hook):
 
     collective = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, tensor_ranks: int) -> None:
+        self._tensor_ranks = tensor_ranks  # as planned
         self._left = 0
         self._watched: list[Watched] = []
         self._counted = 0  # matrices orthogonalised before the step
@@ -88,7 +89,9 @@ class OptimizerCheck(Hook):
         if measured.is_skipped or optimizer.is_spike or not any(rates):
             return
         orthogonalised = optimizer.newton_schulz.matrices - self._counted
-        matrices, problems = _counts(optimizer, config, orthogonalised)
+        matrices, problems = _counts(
+            optimizer, config, orthogonalised, tensor_ranks=self._tensor_ranks
+        )
         is_idle = False
         for each in self._watched:
             wholes = _gathered(each)
@@ -113,7 +116,9 @@ class OptimizerCheck(Hook):
         self._watched = []
 
 
-def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> tuple[int, list[str]]:
+def _counts(
+    optimizer: Muon, config: Config, orthogonalised: int, *, tensor_ranks: int
+) -> tuple[int, list[str]]:
     """Matrices over all ranks, and faults in their number and that of elements; collective."""
     matrices, elements = muon_matrices(config)
     # Of ranks that hold the same matrices each one has its share of them, and of elements.
@@ -137,7 +142,7 @@ def _counts(optimizer: Muon, config: Config, orthogonalised: int) -> tuple[int, 
             f"{done:.0f} matrices were orthogonalised in a step, and there are {owned:.0f}"
         )
     # Tensor ranks have parts of matrices, which count as matrices.
-    if owned != matrices and config.parallel.tensor == 1:
+    if owned != matrices and tensor_ranks == 1:
         found.append(f"Muon has {owned:.0f} matrices, and the model has {matrices} for it")
     if covered < _LEAST_COVERED * elements:
         share = covered / elements

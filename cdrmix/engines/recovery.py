@@ -109,7 +109,7 @@ def _wait_for_copy(run: Run) -> None:
 
 @contextlib.contextmanager
 def averaged(run: Run) -> Iterator[None]:
-    """Puts the average of the weights into their place, as `engine_state.averaged` does; collective.
+    """Puts the average of the weights into their place, as engine_state's context does; collective.
 
     That exchanges values in place, as an optimizer's step does: a checkpoint under way is copied
     before, or would hold the one for the other.

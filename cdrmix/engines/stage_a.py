@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -24,6 +25,7 @@ from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.held_out import LOSS, Score
 from cdrmix.config.evaluation import SuiteConfig
 from cdrmix.config.schema import Config
+from cdrmix.data import remote
 from cdrmix.data.document import fim_ids
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset
@@ -157,7 +159,9 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
-        batch = self.reading.next_batch(step=run.step, folder=run.directory.path)
+        # A store that does not answer is asked again for minutes, which is no rank that hangs.
+        with run.heartbeat.phase("reading") if remote.is_in_use() else nullcontext():
+            batch = self.reading.next_batch(step=run.step, folder=run.directory.path)
         return own_tokens(with_further_labels(batch, run.config), run.topology)
 
     def weights(self, run: Run, batch: Batch) -> list[float]:

@@ -27,7 +27,8 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
             f"training.activation_checkpointing = {x.training.activation_checkpointing} with "
             f"{params_by_part(x.model).total() / 1e9:.3g}B "
             f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
-            "what blocks keep outgrows the weights. Try spans, or leave it out"
+            f"what blocks keep outgrows the weights. Try {zero.most_recomputed(x.model)}, or leave "
+            "it out"
         ),
         "rules of the model's size: planning/zero.py",
     ),

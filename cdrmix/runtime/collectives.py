@@ -205,19 +205,22 @@ def together(action: Callable[[], T]) -> T:
 def fails_everywhere(*, within_seconds: float) -> bool:
     """Tells if every rank calls this within that time, because it has met an error.
 
-    For errors that are no TrainingError: no collective, in which the calls of a rank with an error
-    and of others that wait elsewhere would be taken for one another.
+    No collective, in which the calls of a rank with an error and of others that wait elsewhere
+    would be taken for one another.
     """
     if world_size() == 1:
         return True
     _GroupSettings.failures += 1
     key = f"cdrmix/failures/{_GroupSettings.failures}"
-    store = torch.distributed.distributed_c10d._get_default_store()
-    failed = store.add(key, 1)
     deadline = time.monotonic() + within_seconds
-    while failed < world_size() and time.monotonic() < deadline:
-        time.sleep(_SECONDS_TO_LOOK_AGAIN)
-        failed = store.add(key, 0)
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        failed = store.add(key, 1)
+        while failed < world_size() and time.monotonic() < deadline:
+            time.sleep(_SECONDS_TO_LOOK_AGAIN)
+            failed = store.add(key, 0)
+    except RuntimeError:  # the store has gone with the rank that held it
+        return False
     return failed == world_size()
 
 

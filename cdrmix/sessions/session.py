@@ -107,7 +107,7 @@ def run_training(
                 heartbeat=heartbeat,
                 start_up=start_up,
                 health=Health.of_run(config),
-                hooks=hooks_of_run(config, heartbeat),
+                hooks=hooks_of_run(config, plan, heartbeat),
                 command=command,
             )
             runtime.first_rank_does(lambda: _announce(start))

@@ -118,8 +118,8 @@ def _config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _use_plugins_of(run_dir: Path, config: dict[str, Any]) -> None:
-    """Makes the run's own folder of plug-ins importable. Refuses one that lies in the run directory,
-    as those are handed on, and must not run code."""
+    """Makes the run's own folder of plug-ins importable. Refuses one that lies in the run, as run
+    directories are handed on, and must not run code."""
     folder = config.get(PLUGINS)
     if not isinstance(folder, str):
         return

@@ -69,8 +69,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
 
 
 def evaluate_beside_a_copy(argv: list[str]) -> int:
-    """One rank that is asked to evaluate while the first checkpoint is copied, which takes until the
-    weights make room for their average, or as long as a rank would wait for it."""
+    """One rank that is asked to evaluate while the first checkpoint is copied, which takes until
+    the weights make room for their average, or as long as a rank would wait for it."""
     from cdrmix.checkpoint import engine_state, host_memory
 
     is_swapped = threading.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.store import find_newest
 from cdrmix.config.optimizer import OptimizerConfig
+from cdrmix.config.schema import ParallelConfig
 from cdrmix.errors import StateError
+from tests import small_run
 from tests.checked_step import checked_step
 from tests.checkpoints import save_checkpoint
 from tests.harness import run_ranks
 from tests.layouts import Case, make_config, run_steps, start, wake_blocks
+from tests.small_run import arguments, overrides
 
 STEPS, BATCH, IN, OUT, EXPERTS = 4, 8, 24, 48, 3
 RATE, DECAY, CLIPPING = 0.02, 0.1, 0.05
@@ -264,8 +268,10 @@ def planted(fault: str) -> str | None:
                 return batch / batch.norm(dim=(1, 2), keepdim=True) * 4
 
         optimizer.newton_schulz = Nothing()
+    # Degrees are the plan's, and need not stand in a configuration.
+    config = started.config.model_copy(update={"parallel": ParallelConfig()})
     try:
-        with checked_step(engine, started.config):
+        with checked_step(engine, config, tensor_ranks=started.topology.degrees.tensor):
             run_steps(started, count=1)
     except StateError as error:
         return str(error)
@@ -337,6 +343,17 @@ def test_tensor_ranks_orthogonalise_their_parts_where_that_is_asked_for() -> Non
         (key,) = (row for name, row in rows.items() if name.endswith("0.mixer.key.weight"))
         assert (key["matrices"], key["factor"]) == (2, pytest.approx(0.2 * 64**0.5))
         assert {row["matrices"] for name, row in rows.items() if "experts" in name} == {4}
+
+
+def test_tensor_ranks_that_the_plan_chooses_pass_the_check(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    settings = ["optimizer.kind=muon", "optimizer.tensor=blockwise", "training.global_batch_size=1"]
+    settings += ["parallel.sequence=1", "parallel.pipeline=1", "training.max_steps=1"]
+    argv = arguments(small_corpus, run_dir, *overrides(settings))
+    assert run_ranks(small_run.start, 2, argv) == [0, 0]
+    assert json.loads((run_dir / "plan.json").read_text())["degrees"]["tensor"] == 2
+    assert "muon: checked: each of" in (run_dir / "train.log").read_text()
 
 
 # With experts: several rows of one stack are on a rank, each with an owner of its own.

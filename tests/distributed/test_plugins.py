@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from cdrmix.cli import main
 from cdrmix.cluster.start_records import read_start_records
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
-from tests import layouts
-from tests.harness import ROOT, run_ranks
+from tests import layouts, refused_plugins
+from tests.harness import ROOT, Outcome, RanksFailed, run_ranks
 from tests.layouts import TOLERANCE, Case, Trained, deviation, distance
 from tests.small_run import STEPS, arguments, before_step, overrides, start
 
@@ -97,6 +98,58 @@ def test_equals_one_process(case: Case) -> None:
 def test_a_count_of_a_rank_alone_would_be_noticed() -> None:
     found = trained(replace(CASE, broken="mean of a rank"))
     assert deviation(found.norms, reference().norms) > 10 * TOLERANCE
+
+
+def start_with_broken(argv: list[str], name: str) -> int:
+    """What a rank of a run does: a term breaks on rank 1 in the fourth step, while the checkpoint
+    of the third is written."""
+    from cdrmix.checkpoint import folder
+
+    write = folder.write_share
+
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2.0)
+        return write(*args, **kwargs)
+
+    folder.write_share = write_late
+    if os.environ["RANK"] == "1":
+        before_step(3, lambda: setattr(getattr(refused_plugins, name), "is_broken", True))
+    return start(argv)
+
+
+def broken_run(data: Path, run_dir: Path, name: str) -> tuple[list[Outcome], str]:
+    """How both ranks end, and what rank 1 wrote if a rank did not end by itself."""
+    settings = [
+        f"objectives.plugins=[{{use: 'tests.refused_plugins:{name}'}}]",
+        "checkpoint.background=true",
+    ]
+    argv = arguments(data, run_dir, *overrides(settings))
+    try:
+        codes = run_ranks(start_with_broken, 2, argv, name, timeout=60)
+    except RanksFailed as failed:
+        return [*failed.outcomes], failed.outcomes[1].output
+    return [Outcome("result", code) for code in codes], ""
+
+
+def test_a_count_that_is_no_number_on_a_rank_alone_is_told_and_the_state_saved(
+    small_corpus: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes, _ = broken_run(small_corpus, run_dir, "Miscounts")
+    assert [(each.kind, each.value) for each in outcomes] == [("result", 2)] * 2
+    told = capfd.readouterr().out
+    message = "error: [rank 1] objectives.plugins: tests.refused_plugins:Miscounts counts [nan"
+    assert told.count("error: ") == told.count(message) == 1
+    assert (run_dir / "checkpoints" / "4").is_dir()
+
+
+def test_a_term_that_fails_within_a_step_of_a_rank_alone_ends_the_others(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    outcomes, told = broken_run(small_corpus, run_dir, "Vector")
+    message = "error: [rank 1] objectives.plugins: tests.refused_plugins:Vector: `total` returns no"
+    assert message in told
+    # The head ends rank 0, long before the time limit.
+    assert (outcomes[0].kind, outcomes[0].value) == ("signalled", "SIGKILL")
 
 
 def start_with(argv: list[str], folder: str, stopped_before: int | None) -> int:

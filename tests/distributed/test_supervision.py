@@ -198,6 +198,30 @@ def test_a_healthy_run_leaves_its_exit_code_and_no_process(
     assert "ERROR" not in found.log
 
 
+def read_for_long() -> None:
+    """From now on: the next batch comes once a store was asked again beyond the deadline."""
+    from cdrmix.engines.reading import Reading
+
+    read = Reading.next_batch
+
+    def read_late(reading: Reading, **place: Any) -> Any:
+        Reading.next_batch = read  # type: ignore[method-assign]
+        time.sleep(DEADLINE_SECONDS + 3)
+        return read(reading, **place)
+
+    Reading.next_batch = read_late  # type: ignore[method-assign]
+
+
+def test_a_store_that_answers_late_ends_no_run(
+    small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    remote = [f"data.path=file://{small_corpus}", f"data.cache_folder={tmp_path / 'cache'}"]
+    found = run_with_fault(small_corpus, run_dir, read_for_long, tmp_path, *overrides(remote))
+    assert found.outcome == {"exit_code": 0, "reason": "", "step": 8}
+    assert found.ends == [0, 0]
+    assert found.seconds > DEADLINE_SECONDS
+
+
 def test_a_wish_to_stop_that_came_before_the_ranks_is_heard(
     small_corpus: Path, run_dir: Path, tmp_path: Path
 ) -> None:
