@@ -77,6 +77,14 @@ _RULES = {
         "refused, except in Stage A with data.order = sequential",
         lambda resumed: resumed.stage == "b" or resumed.config.data.order != "sequential",
     ),
+    # `total_tokens` over tokens of another step is another number of steps, those done included: a
+    # run would end far from its tokens.
+    "training.global_batch_size": Rule(
+        "alters",
+        "may change, with a warning: alters training; refused in Stage A where total_tokens gives "
+        "the length, unless max_steps is given too",
+        lambda resumed: resumed.stage == "a" and resumed.config.training.max_steps is None,
+    ),
     "training.sequence_length": Rule(
         "alters",
         "refused in Stage A; may change in Stage B",

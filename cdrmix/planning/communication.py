@@ -171,12 +171,13 @@ class Communication:
     def gradients_and_weights(self, layout: Layout) -> Exchanged:
         """Communication of gradients and weights.
 
-        DeepSpeed 0.19.8 all-reduces gradients in the type of the weights, under ZeRO-1 once a step,
-        under ZeRO-2 in each micro-step; updated weights are gathered once. Under ZeRO-3 each
-        micro-step gathers the weights and reduce-scatters the gradients; parameters that stay whole
-        are gathered once a step.
+        DeepSpeed 0.19.8 all-reduces gradients in the type of the weights, or in the one of
+        `communication_data_type`, under ZeRO-1 once a step, under ZeRO-2 in each micro-step;
+        updated weights are gathered once. Under ZeRO-3 each micro-step gathers the weights and
+        reduce-scatters the gradients; parameters that stay whole are gathered once a step.
         """
         degrees = layout.degrees
+        of_gradient = self.memory.reduced_bytes(layout)
         if layout.zero_stage == 3:
             if degrees.data == 1:
                 return {}
@@ -184,7 +185,7 @@ class Communication:
             recompute = layout.recomputes_blocks
             each_micro_step, once = self.memory.gathered_by_zero3(recompute=recompute)
             payloads = {
-                "gradients_reduce_scatter": steps * self.size * self.trained_params,
+                "gradients_reduce_scatter": steps * of_gradient * self.trained_params,
                 "weights_all_gather": self.size * (steps * each_micro_step + once),
             }
             if self.muon_elements:  # in float32 to the ranks that orthogonalise them, and back
@@ -200,11 +201,11 @@ class Communication:
             # members of a group are a group of model or expert ranks apart
             stride = degrees.stage_ranks // ranks
             bandwidth = ring_bandwidth(self.cluster, ranks, stride=stride)
-            moved = self.size * elements * (1 - 1 / ranks) / bandwidth
-            reduced += reductions * self.size * elements
-            reducing += reductions * 2 * moved
+            moved = elements * (1 - 1 / ranks) / bandwidth
+            reduced += reductions * of_gradient * elements
+            reducing += reductions * 2 * of_gradient * moved
             gathered += self.size * elements
-            gathering += moved
+            gathering += self.size * moved
         traffic = {
             "gradients_all_reduce": (int(reduced), reducing),
             "weights_all_gather": (int(gathered), gathering),

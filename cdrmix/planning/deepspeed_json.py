@@ -66,11 +66,9 @@ ZERO_KEYS: Allowed = {
     "stage3_max_live_parameters": int,
     "stage3_max_reuse_distance": int,
     "stage3_gather_16bit_weights_on_model_save": bool,
-    "stage3_module_granularity_threshold": int,
     "stage3_use_all_reduce_for_fetch_params": bool,
     "stage3_allgather_sequential": bool,
     "ignore_unused_parameters": bool,
-    "legacy_stage1": bool,
     "round_robin_gradients": bool,
     "parameter_alignment": bool,
     "zero_hpz_partition_size": int,
@@ -89,7 +87,6 @@ PROFILE_KEYS: Allowed = {
     "zero_optimization": ZERO_KEYS,
     "zero_allow_untested_optimizer": bool,
     "communication_data_type": _FLOAT_TYPES,
-    "data_types": {"grad_accum_dtype": _FLOAT_TYPES},
     "pipeline": {"pipe_partitioned": bool, "grad_partitioned": bool},
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
@@ -100,7 +97,12 @@ PROFILE_KEYS: Allowed = {
 
 _OLD_NAME = "an old name. Give"
 # Settings that a profile must not have, with the reason and advice.
-REFUSED_ZERO_KEYS = {
+REFUSED_KEYS = {
+    "data_types": "gradients are summed in float32, as bf16 loses small ones over many micro-steps",
+    "zero_optimization.legacy_stage1": "DeepSpeed 0.19 has it no more",
+    "zero_optimization.stage3_module_granularity_threshold": (
+        "blocks meet parameters that it did not gather"
+    ),
     "zero_optimization.compute_grad_norm": "the gradient norm is always taken: it is logged",
     "zero_optimization.zenflow": "ZenFlow is not supported",
     "zero_optimization.cpu_offload": f"{_OLD_NAME} zero_optimization.offload_optimizer",
@@ -190,8 +192,8 @@ def _problems(values: dict[str, Any], allowed: Allowed, path: str) -> Iterator[s
         kind = allowed.get(key)
         if place in OWNED_BY_YAML:
             yield f"{place}: belongs to the run, not to a profile. Set {OWNED_BY_YAML[place]}"
-        elif place in REFUSED_ZERO_KEYS:
-            yield f"{place}: {REFUSED_ZERO_KEYS[place]}"
+        elif place in REFUSED_KEYS:
+            yield f"{place}: {REFUSED_KEYS[place]}"
         elif kind is None:
             near = difflib.get_close_matches(key, allowed, n=1)
             advice = f" Did you mean '{near[0]}'?" if near else ""

@@ -117,6 +117,9 @@ class Layout:
     # True if gradients are reduced under the backward pass: DeepSpeed's `overlap_comm`, which it
     # reads under ZeRO-2, and under ZeRO-3, where it is its default
     overlaps_reduction: bool = False
+    # bytes of an element while gradients are reduced, DeepSpeed's `communication_data_type`; None:
+    # those of the weights
+    reduced_bytes: int | None = None
 
     @property
     def recomputes(self) -> bool:

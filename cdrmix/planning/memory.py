@@ -427,15 +427,19 @@ class MemoryModel:
             return {}
         return {"fragmentation": int(FRAGMENTED_SHARE * moving), "context": CONTEXT_BYTES}
 
+    def reduced_bytes(self, layout: Layout) -> int:
+        """Bytes of an element of gradients while they are reduced."""
+        return layout.reduced_bytes or self.element_bytes
+
     def _buckets(self, layout: Layout, stage: int, activations: int) -> int:
         """Bytes of DeepSpeed's gradient reduction, beyond the activations that are free by then."""
-        size = self.element_bytes
+        size = self.reduced_bytes(layout)
         bucket = layout.bucket_elements
         held = self.held(layout.degrees, stage)
         ranks = {group: layout.degrees.optimizer_ranks(group) for group in held}
         if layout.zero_stage == 1 and self._is_bf16:
-            # each group is cast to bf16 in one piece after the last backward pass
-            return max(0, 2 * max(held.values()) - activations)
+            # each group is cast in one piece after the last backward pass
+            return max(0, size * max(held.values()) - activations)
         # allocated at the first gradient of a backward pass, while most activations are there
         total = size * bucket
         if layout.zero_stage == 2 and layout.overlaps_reduction:

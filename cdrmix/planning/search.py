@@ -17,7 +17,7 @@ from cdrmix.planning import rules, zero
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import AXES, Combination, Degrees, Layout
+from cdrmix.planning.layout import AXES, ELEMENT_BYTES, Combination, Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 
@@ -147,6 +147,7 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
     bucket = combination.zero.get("reduce_bucket_size", Layout.bucket_elements)
     stage = combination.zero_stage
     overlaps = stage >= 2 and combination.zero.get("overlap_comm", stage == 3)
+    reduced_type = combination.deepspeed.get("communication_data_type")
     for micro in micros:
         for form in forms:
             span, _ = zero.sequence_checkpoint_tokens(config, degrees, form)
@@ -161,6 +162,7 @@ def _layouts(combination: Combination) -> Iterator[Layout]:
                 offloads_parameters=combination.offloads("offload_param"),
                 bucket_elements=int(bucket),
                 overlaps_reduction=overlaps,
+                reduced_bytes=ELEMENT_BYTES[reduced_type] if reduced_type else None,
             )
 
 

@@ -5,7 +5,9 @@ leaves out what does not grow with the model: router statistics and their counts
 """
 
 import collections
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from cdrmix import runtime
 from cdrmix.planning import memory
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
+from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
@@ -110,6 +113,17 @@ def planned(case: Case) -> dict[str, int]:
     return {kind: payload for kind, payload in cost.communication_bytes.items() if payload}
 
 
+def compare(case: Case) -> None:
+    ranks, plan = run_ranks(exchanged, case.world, asdict(case)), planned(case)
+    for kind in KINDS.values():
+        # of the busiest stage; which rank's experts are in demand is chance
+        stages = collections.defaultdict(list)
+        for stage, sent in ranks:
+            stages[stage].append(sent.get(kind, 0))
+        found = max(sum(sent) / len(sent) for sent in stages.values())
+        assert found == pytest.approx(plan.get(kind, 0), rel=TOLERANCE), kind
+
+
 # What ZeRO-3 exchanges are parameters, however few tokens meet them. Few are quicker: on CPUs
 # products in bf16 take ten times as long.
 ZERO3: dict[str, Any] = {"world": 2, "moe": False, "hidden": 512, "length": 16}
@@ -187,14 +201,21 @@ SEQUENCE: dict[str, Any] = {"world": 2, "sequence": 2, "micro_batch": 8}
     ids=lambda case: case.name,
 )
 def test_ranks_exchange_as_many_bytes_as_planned(case: Case) -> None:
-    ranks, plan = run_ranks(exchanged, case.world, asdict(case)), planned(case)
-    for kind in KINDS.values():
-        # of the busiest stage; which rank's experts are in demand is chance
-        stages = collections.defaultdict(list)
-        for stage, sent in ranks:
-            stages[stage].append(sent.get(kind, 0))
-        found = max(sum(sent) / len(sent) for sent in stages.values())
-        assert found == pytest.approx(plan.get(kind, 0), rel=TOLERANCE), kind
+    compare(case)
+
+
+# float32 beside weights of two bytes, which on CPUs multiply ten times as long as float32
+@pytest.mark.parametrize("profile", ["zero1", "zero2"])
+def test_gradients_are_reduced_in_the_type_that_the_profile_gives(
+    profile: str, tmp_path: Path
+) -> None:
+    settings = read_profile(profile_path(profile)) | {"communication_data_type": "fp32"}
+    given = tmp_path / f"{profile}.json"
+    given.write_text(json.dumps(settings))
+    case = Case(f"{profile} in bf16", world=2, moe=False, precision="bf16", profile=str(given))
+    reduced = planned(case)["gradients_all_reduce"]
+    assert reduced == 2 * planned(replace(case, profile=profile))["gradients_all_reduce"]
+    compare(case)
 
 
 # with recomputation a block is read three times in a row: no distance is shorter than that

@@ -237,6 +237,15 @@ def test_states_of_muon_cannot_change(key: str, tmp_path: Path) -> None:
         resumed(run, key)
 
 
+def test_the_tokens_of_a_step_cannot_change_where_tokens_give_the_length(tmp_path: Path) -> None:
+    by_tokens = ("training.max_steps=null", "training.total_tokens=1000000")
+    run = make_run(tmp_path / "run", *by_tokens)
+    with pytest.raises(ConfigError, match="unless max_steps is given too"):
+        resumed(run, "training.global_batch_size=16")
+    changed = resumed(run, "training.global_batch_size=16", "training.max_steps=300")
+    assert (changed.training.global_batch_size, changed.training.num_steps) == (16, 300)
+
+
 def test_a_run_without_a_checkpoint_may_change_all(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "checkpoints" / "4" / "state.json").unlink()
