@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.log import get_logger
+from cdrmix.models import checked_kernels
 
 if TYPE_CHECKING:
     from cdrmix.models.selective_scan import ScanInputs
@@ -134,16 +134,11 @@ class _StateAfter(torch.autograd.Function):
 
 @functools.cache
 def _checked(case: _Case) -> str | None:
-    """Returns None where mamba-ssm's kernels are right here, or what is wrong.
-
-    Runs in a thread of its own, where gradients are on and no autocast and no hooks on saved
-    tensors of the caller are in force.
-    """
+    """Returns None where mamba-ssm's kernels are right here, or what is wrong."""
     kernel = _kernel()
     if isinstance(kernel, str):
         return kernel
-    with ThreadPoolExecutor(1) as thread:
-        problem = thread.submit(_problem, case).result()
+    problem = checked_kernels.in_clean_thread(case.device, lambda: _problem(case))
     if problem is not None:
         log.warning("%s. %s", problem, _COST)
     return problem
