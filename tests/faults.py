@@ -37,7 +37,7 @@ LORA = "tests/distributed/test_lora_run.py::test_"
 CONTINUED = "tests/distributed/test_continuing.py::test_"
 TIERS = "tests/distributed/test_tiers.py::test_"
 NEAREST = f"{TIERS}a_killed_run_goes_on_from_the_nearest"
-IN_MEMORY = f"{TIERS}a_kill_in_a_save_to_memory"
+IN_TIER = f"{TIERS}a_kill_in_a_save_to_a_tier"
 ARCHIVE = "tests/unit/checkpoint/test_archive.py::test_"
 HOST_TIERS = "tests/unit/checkpoint/test_host_tiers.py::test_"
 REMOTE = "tests/unit/data/test_remote.py::test_"
@@ -127,9 +127,13 @@ FAULTS = (
     ("tiers: all lost but the archive", NEAREST, "[lose_all_but"),
     ("tiers: all damaged but the archive", NEAREST, "[damage_all_but"),
     ("tiers: kill in an upload", NEAREST, "[half_archived"),
-    ("tiers: kill before a save to memory", IN_MEMORY, "[prepare"),
-    ("tiers: kill while memory is written", IN_MEMORY, "[write_account"),
-    ("tiers: kill before memory is named", IN_MEMORY, "[publish"),
+    ("tiers: kill before a save to memory", IN_TIER, "[memory-prepare"),
+    ("tiers: kill while memory is written", IN_TIER, "[memory-write_account"),
+    ("tiers: kill before memory is named", IN_TIER, "[memory-publish"),
+    ("tiers: kill before a save to the disk", IN_TIER, "[local-prepare"),
+    ("tiers: kill while the disk is written", IN_TIER, "[local-write_account"),
+    ("tiers: kill before the disk's is named", IN_TIER, "[local-publish"),
+    ("archive: kill in an upload", f"{TIERS}a_kill_in_an_upload", ""),
     ("tiers: memory and disk not writable", f"{TIERS}a_tier_that_cannot_be_written", ""),
     ("tiers: parts on hosts, a host lost", f"{TIERS}parts_on_hosts", ""),
     ("tiers: memory without room", f"{HOST_TIERS}a_memory_without_room", ""),

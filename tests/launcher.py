@@ -21,6 +21,21 @@ from tests.harness import RANK_ENVIRONMENT, ROOT, rank_environment, reserved_por
 _SECONDS_TO_FOLLOW = 30.0
 _SECONDS_TO_DIE = 5.0  # by SIGKILL, on a loaded machine
 
+# Ranks meet over the loopback interface, which a new network namespace has, but switched off.
+# Debian's minimal image has no `ip` to switch it on.
+_WITH_LOOPBACK = """
+import fcntl, os, socket, struct, sys
+SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+# Only root may make a network namespace; others are root in a user namespace of their own.
+_AS_ROOT = () if os.geteuid() == 0 else ("--map-root-user",)
+# Prefix of a command that has no network but the loopback interface.
+NO_NETWORK = ("unshare", "--net", *_AS_ROOT, sys.executable, "-c", _WITH_LOOPBACK)
+
 
 def launch(
     args: Sequence[str | Path],

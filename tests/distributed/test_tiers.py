@@ -283,22 +283,64 @@ def killed_in(argv: list[str], function: str, below: str) -> int:
 
 
 @pytest.mark.parametrize("function", ["prepare", "write_account", "publish"])
-def test_a_kill_in_a_save_to_memory_leaves_the_one_before(
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_a_kill_in_a_save_to_a_tier_leaves_the_one_before(
+    tier: str,
     function: str,
     small_corpus: Path,
     tmp_path: Path,
     run_dir: Path,
     uninterrupted: Callable[[int], Path],
 ) -> None:
-    argv = [*arguments(small_corpus, run_dir), *with_tiers(tmp_path, IN_FRONT)]
+    each_step = f"checkpoint.tiers.local={{path: {tmp_path}/local, every_steps: 1}}"
+    argv = [*arguments(small_corpus, run_dir), *with_tiers(tmp_path, IN_FRONT, each_step)]
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        run_ranks(killed_in, 1, argv, function, str(tmp_path / "memory"))
-    (memory,) = (tmp_path / "memory").iterdir()
+        run_ranks(killed_in, 1, argv, function, str(tmp_path / tier))
+    (of_run,) = (tmp_path / tier).iterdir()
+    if tier == "local":
+        shutil.rmtree(tmp_path / "memory")  # which would be nearer
     assert run_ranks(start, 1, [*argv, "--resume", "auto"]) == [0]
     log = (run_dir / "train.log").read_text()
-    assert f"resumed from {memory}/4" in log
+    assert f"resumed from {of_run}/4" in log
     assert "skipped" not in log
     assert_equal_runs(run_dir, uninterrupted(1), steps=STEPS)
+
+
+def killed_in_an_upload(argv: list[str]) -> int:
+    """Be killed when the second file of step 6 goes to the archive."""
+    from cdrmix.checkpoint import archive
+
+    put = archive.Archive._put
+    files: list[str] = []
+
+    def put_or_die(self: archive.Archive, source: Path, target: str, *more: Any) -> None:
+        if source.parent.name == "6":
+            files.append(target)
+        if len(files) == 2:
+            die()
+        put(self, source, target, *more)
+
+    archive.Archive._put = put_or_die
+    before_step(7, lambda: time.sleep(60))  # the upload is a thread's
+    return start(argv)
+
+
+def test_a_kill_in_an_upload_leaves_the_one_before(
+    small_corpus: Path, tmp_path: Path, run_dir: Path, uninterrupted: Callable[[int], Path]
+) -> None:
+    argv = [*arguments(small_corpus, run_dir), *with_tiers(tmp_path, IN_FRONT)]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(killed_in_an_upload, 1, argv)
+    (archived,) = (tmp_path / "archive").iterdir()
+    assert (archived / "6").is_dir() and not (archived / "6" / "manifest.json").exists()
+    for tier in ("memory", "local"):
+        shutil.rmtree(tmp_path / tier)
+    for step in ("3", "6"):
+        shutil.rmtree(run_dir / "checkpoints" / step)
+    assert run_ranks(start, 1, [*argv, "--resume", "auto"]) == [0]
+    assert "fetched checkpoint 3 of" in (run_dir / "train.log").read_text()
+    assert_equal_runs(run_dir, uninterrupted(1), steps=STEPS)
+    assert damage(archived / "6") == []
 
 
 def killed_on_hosts(argv: list[str]) -> int:

@@ -1,31 +1,15 @@
 """Training reaches for no network, and its run directory keeps no secrets."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from tests.harness import ROOT
-from tests.launcher import launch
+from tests.launcher import NO_NETWORK, launch
 from tests.small_run import CONFIG
-
-# Ranks meet over the loopback interface, which a new network namespace has, but switched off.
-# Debian's minimal image has no `ip` to switch it on.
-WITH_LOOPBACK = """
-import fcntl, os, socket, struct, sys
-SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
-assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-# Only root may make a network namespace; others are root in a user namespace of their own.
-AS_ROOT = () if os.geteuid() == 0 else ("--map-root-user",)
-NO_NETWORK = ("unshare", "--net", *AS_ROOT, sys.executable, "-c", WITH_LOOPBACK)
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 IN_CONFIG = "fake-key-of-a-tracker-08b1"

@@ -383,7 +383,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "public_runs": ("The plan's time against published runs", public_rows),
     "start_up": ("Start-up", start_up_rows),
     "live": ("Live view", live_rows),
-    "trackers": ("Trackers", tracker_rows),
+    "trackers": ("Trackers and hooks", tracker_rows),
     "goodput": ("Goodput with killed ranks", goodput_rows),
     "notice": ("Notice of a lost rank", notice_rows),
     "learn_binding": ("Stage B: plastic adapters bind beyond the window", binding_rows),

@@ -1,26 +1,72 @@
-"""Share of a run's time that trackers take: the tiny model with all three, and with none.
+"""Share of a run's time that trackers and hooks take, healthy and failing ones, beside none.
 
-Pairs of runs of one rank, in turns and in changing order; the mean over the steps after the first
-ones counts what a tracker does now and then, the median what it does in each step.
+Runs of the tiny model on one rank, in turns and in changing order; the mean over the steps after
+the first ones counts what a tracker does now and then, the median what it does in each step. A run
+without a network is held against one with it, both with all trackers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cdrmix.data.sample import ensure_sample
-from tests.launcher import launch
+from cdrmix.hooks import Hook, RunView, StepFigures
+from tests.harness import ROOT
+from tests.launcher import NO_NETWORK, launch
 from tools.benchmark.timing import report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
-STEPS = 200
+STEPS = 120
 SKIPPED = 10  # first steps, which allocate and compile
-KINDS = {"none": [], "all": ["tensorboard", "wandb", "mlflow"]}
+OURS = ["tensorboard", "wandb", "mlflow"]
+FAILING = [f"tests.trackers:{name}" for name in ("Raises", "Blocks", "OnFullDisk")]
+HOOK = {"use": "tools.benchmark.trackers:Idle", "name": "idle"}
+# By kind: trackers, hooks, and what starts the launcher.
+KINDS: dict[str, tuple[list[str], list[dict[str, str]], tuple[str, ...]]] = {
+    "none": ([], [], ()),
+    "all": (OURS, [], ()),
+    "failing": (FAILING, [], ()),
+    "offline": (OURS, [], NO_NETWORK),
+    "hooks": ([], [HOOK], ()),
+}
+# What each is, and the kind that it is held against.
+ROWS = {
+    "all": ("TensorBoard, W&B and MLflow", "none"),
+    "failing": ("one that raises, one that blocks, one on a full disk", "none"),
+    "offline": ("TensorBoard, W&B and MLflow, without a network", "all"),
+    "hooks": ("a hook that does nothing in each event of a step", "none"),
+}
+
+
+class Idle(Hook):
+    """Has all events of a step and does nothing in them."""
+
+    def on_start(self, run: RunView) -> None:
+        """Keeps the view."""
+        self.run = run
+
+    def on_batch(self, batch: Mapping[str, Any]) -> None:
+        """Changes nothing."""
+
+    def on_backward_done(self, step: int) -> None:
+        """Looks at nothing."""
+
+    def on_step(self, step: int, measured: StepFigures) -> None:
+        """Asks for nothing."""
+
+    def on_log(self, step: int, record: Mapping[str, float]) -> None:
+        """Adds nothing."""
+
+    def on_end(self, outcome: Literal["done", "stopped"]) -> None:
+        """Lets go of the view."""
+        del self.run
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -32,11 +78,11 @@ def measure(rounds: int) -> dict[str, Any]:
     for turn in range(rounds):
         losses = {}
         for kind in list(KINDS)[:: 1 if turn % 2 == 0 else -1]:
-            seconds, losses[kind] = run_once(KINDS[kind])
+            seconds, losses[kind] = run_once(kind)
             means[kind].append(statistics.mean(seconds))
             medians[kind].append(statistics.median(seconds))
-            print(f"{kind:5} {means[kind][-1]:.4f} {medians[kind][-1]:.4f}", file=sys.stderr)
-        are_equal &= losses["none"] == losses["all"]
+            print(f"{kind:8} {means[kind][-1]:.4f} {medians[kind][-1]:.4f}", file=sys.stderr)
+        are_equal &= all(each == losses["none"] for each in losses.values())
     return {
         "rounds": rounds,
         "steps": STEPS,
@@ -46,20 +92,24 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def run_once(trackers: list[str]) -> tuple[list[float], list[float]]:
+def run_once(kind: str) -> tuple[list[float], list[float]]:
     """Seconds of each step but the first ones, and the losses, of one run."""
+    trackers, hooks, prefix = KINDS[kind]
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name) / "run"
         flags = ["--config", str(CONFIG), "--run-dir", str(run_dir), "--max-steps", str(STEPS)]
         changed = (
             f"monitoring.trackers={json.dumps(trackers)}",
+            f"hooks={json.dumps(hooks)}",
             "evaluation.baselines=false",
             "monitoring.log_every_steps=1",
         )
         for each in changed:
             flags += ["--set", each]
         words: list[str | Path] = ["--log_level", "error", "launch/train.py", *flags]
-        done = launch(words, nproc=1)
+        # Trackers and the hook are modules of the checkout.
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        done = launch(words, nproc=1, env={"PYTHONPATH": path}, prefix=prefix)
         assert done.returncode == 0, done.stderr
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "step_seconds" in row]
@@ -68,27 +118,35 @@ def run_once(trackers: list[str]) -> tuple[list[float], list[float]]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the ratio of each pair."""
-    for kind in ("mean", "median"):
-        pairs = zip(result[kind]["all"], result[kind]["none"], strict=True)
-        print(kind, *(f"{ours / bare:.3f}" for ours, bare in pairs))
+    for kind, (_, peer) in ROWS.items():
+        for how in ("mean", "median"):
+            ratios = _ratios(result[how], kind, peer)
+            print(kind, how, *(f"{ratio:.3f}" for ratio in ratios))
+
+
+def _ratios(seconds: dict[str, list[float]], kind: str, peer: str) -> list[float]:
+    return [b / a for a, b in zip(seconds[peer], seconds[kind], strict=True)]
 
 
 def tracker_rows(result: dict[str, Any]) -> list[str]:
-    """Ratio of a step's time with all trackers to that with none."""
+    """Ratio of a step's time with trackers or hooks to that without."""
     rows = [
-        f"`cdrmix-core-tiny` on one rank, {result['steps']} steps a run, every step logged. Losses "
+        f"`cdrmix-core-tiny` on one rank, {result['steps']} steps a run, every step logged; "
+        f"{statistics.median(result['median']['none']):.4f} s a step with neither trackers nor "
+        "hooks. The run without a network is held against that with one. Losses "
         f"{'are' if result['losses_are_equal'] else 'are NOT'} equal in every digit.",
         "",
-        "| seconds of a step | none | TensorBoard, W&B, MLflow | ratio of each pair | median |",
+        "| trackers and hooks | mean of a step, ratio of each pair | median | median of a step, "
+        "ratio of each pair | median |",
         "|---|---|---|---|---|",
     ]
-    for kind in ("mean", "median"):
-        bare, ours = (result[kind][each] for each in ("none", "all"))
-        ratios = [b / a for a, b in zip(bare, ours, strict=True)]
-        rows.append(
-            f"| {kind} | {statistics.median(bare):.4f} | {statistics.median(ours):.4f} | "
-            f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} | {statistics.median(ratios):.3f} |"
-        )
+    for kind, (title, peer) in ROWS.items():
+        cells = [title]
+        for how in ("mean", "median"):
+            ratios = _ratios(result[how], kind, peer)
+            listed = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            cells += [listed, f"{statistics.median(ratios):.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 

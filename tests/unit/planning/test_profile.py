@@ -265,7 +265,7 @@ def test_what_belongs_to_the_run_is_refused_in_a_profile(key: str, tmp_path: Pat
         ('{"zero_optimization": {"cpu_offload": true}}', "zero_optimization.cpu_offload: an old "
          "name. Give zero_optimization.offload_optimizer"),
         ('{"data_types": {"grad_accum_dtype": "bf16"}}', "data_types: gradients are summed in"),
-        ('{"zero_optimization": {"legacy_stage1": true}}', "zero_optimization.legacy_stage1: DeepSpeed 0.19"),
+        ('{"zero_optimization": {"legacy_stage1": true}}', "zero_optimization.legacy_stage1: "),
         ('{"steps_per_print": -1}', "steps_per_print: given -1, allowed is a whole number from 0"),
         ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print: this key stands here a "
          "second time"),
