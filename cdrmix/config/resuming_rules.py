@@ -63,6 +63,7 @@ _MUON_STATES = Rule(
 _RULES = {
     "name": _FREE,
     "plugins": Rule("free", "the folder may move; the record of each start has the digests"),
+    "changed_plugins": _FREE,
     "model": REFUSED,
     "parallel": _FREE,
     "training": _ALTERS,

@@ -338,6 +338,8 @@ class Config(Section):
     plugins: str | None = None
     """Folder of Python files of yours, whose classes other keys name as module:Name; null:
     `plugins` beside this file, where there is one."""
+    changed_plugins: Literal["warn", "refuse"] = "warn"
+    """What becomes of a start whose code of yours is not that of the start before."""
     profile: ProfileConfig | None = None
     """Profile of a window of steps; null: none."""
     cpt: CptConfig | None = None

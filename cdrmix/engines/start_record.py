@@ -25,7 +25,7 @@ from cdrmix.data.mixture import MixedDataset, Mixture, built_mixture, plan_mixtu
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
-from cdrmix.errors import StateError
+from cdrmix.errors import ConfigError, StateError
 from cdrmix.hooks.plugin import plugin_digests
 from cdrmix.log import get_logger
 
@@ -39,7 +39,8 @@ def record_start(run: Run, state: JsonObject | None) -> None:
     """Write the record of this start into its run directory, and log it; collective.
 
     Changes are those against the start before, or else against the checkpoint with this `state`.
-    Raises StateError if it cannot be written.
+    Raises StateError if it cannot be written, and ConfigError if code of a user's has changed and
+    that is refused.
     """
     hosts = Counter(runtime.all_gather_object(socket.gethostname()))
     runtime.first_rank_does(lambda: _write(run.directory.path, _describe(run, state, hosts)))
@@ -136,6 +137,14 @@ def asked_shares(mixture: Mixture, num_samples: int) -> dict[str, float]:
 
 def _write(folder: Path, record: JsonObject) -> None:
     digests = (newest_start(folder) or {}).get("plugins", {})
+    plugins = record.get("plugins", {}).items()
+    changed = [path for path, digest in plugins if digests.get(path, digest) != digest]
+    told_of_code = f"since the start before the code of {', '.join(changed)} has changed"
+    if changed and record["config"]["changed_plugins"] == "refuse":
+        raise ConfigError(
+            f"changed_plugins = refuse: {told_of_code}. Bring back what the run began with, or "
+            "give --set changed_plugins=warn"
+        )
     try:
         number = add_start_record(folder, record)
     except OSError as error:
@@ -150,11 +159,8 @@ def _write(folder: Path, record: JsonObject) -> None:
         alters = any(rule_of(key).kind != "free" for key, _, _ in changes)
         write = logger.warning if alters else logger.info
         write("%schanged since the start before: %s", "warning: " * alters, told(changes))
-    plugins = record.get("plugins", {}).items()
-    if other := [path for path, digest in plugins if digests.get(path, digest) != digest]:
-        logger.warning(
-            "warning: since the start before the code of %s has changed", ", ".join(other)
-        )
+    if changed:
+        logger.warning("warning: %s", told_of_code)
 
 
 def _program(record: JsonObject) -> str:

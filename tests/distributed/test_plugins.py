@@ -194,6 +194,12 @@ def test_a_run_is_resumed_evaluated_and_not_exported(
     assert run_ranks(start_with, 2, given, str(tmp_path), 4) == [75, 75]
     code.write_text(code.read_text() + "\n# changed\n")
     resumed = ["--run-dir", str(cut), "--resume", "auto"]
+    strict = [*resumed, *overrides(["changed_plugins=refuse"])]
+    capfd.readouterr()
+    assert run_ranks(start_with, 2, strict, str(tmp_path), None) == [2, 2]
+    told = capfd.readouterr().out
+    assert "error: changed_plugins = refuse: since the start before the code of my_plug" in told
+    resumed += overrides(["changed_plugins=warn"])
     assert run_ranks(start_with, 2, resumed, str(tmp_path), None) == [0, 0]
 
     assert steps_of(cut) == steps_of(whole)
@@ -210,7 +216,7 @@ def test_a_run_is_resumed_evaluated_and_not_exported(
     }
     assert first["plugins"].keys() == second["plugins"].keys() and first != second
     log = (cut / "train.log").read_text()
-    assert log.count("since the start before the code of my_plugins:Window, ") == 1
+    assert log.count("warning: since the start before the code of my_plugins:Window, ") == 1
     assert "the code of" not in (whole / "train.log").read_text()
 
     monkeypatch.syspath_prepend(tmp_path)
