@@ -116,12 +116,18 @@ class Resting(Hook):
 
     class Options(BaseModel):
         seconds: float = 0.0
+        saved_step: int | None = None  # behind its checkpoint alone
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
     def on_step(self, step: int, measured: StepFigures) -> None:
-        time.sleep(self.options.seconds)
+        if self.options.saved_step is None:
+            time.sleep(self.options.seconds)
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        if step == self.options.saved_step:
+            time.sleep(self.options.seconds)
 
 
 class Failing(Noting):

@@ -188,7 +188,8 @@ def _message(path: Keys, detail: ErrorDetails, root: type[Section]) -> str:
     assert field is not None, f"pydantic names a field that the schema lacks: {detail['loc']}"
     meaning = f". {field.description}" if field.description else ""
     if detail["type"] == "missing":
-        return f"missing; give {allowed(field)}{meaning}"
+        kind = "a path" if _is_path(path[-1], field) else allowed(field)
+        return f"missing. Give {kind}" + (f": {field.description}" if field.description else "")
     value = f"given {shown(detail['input'])}"
     if detail["type"] == "too_short":
         length, least = (detail["ctx"][key] for key in ("actual_length", "min_length"))
@@ -200,6 +201,12 @@ def _message(path: Keys, detail: ErrorDetails, root: type[Section]) -> str:
     near = difflib.get_close_matches(str(detail["input"]), words, n=1)
     advice = f" (did you mean '{near[0]}'?)" if near else ""
     return f"{value}, allowed is {kinds}{advice}{meaning}"
+
+
+def _is_path(key: str, field: FieldInfo) -> bool:
+    """True if a key is one of a file or folder, by its last word."""
+    words = ("path", "file", "folder", "source")
+    return field.annotation is str and key.rpartition("_")[2] in words
 
 
 def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:

@@ -44,7 +44,7 @@ def hooks_of_run(config: Config, plan: Plan, heartbeat: Heartbeat) -> Hooks:
         hooks.append(NamedHook("cdrmix:profile", profiler, _LAST, on_error="warn", is_ours=True))
     names = runtime.all_gather_object([each.name for each in hooks])
     assert all(each == names[0] for each in names), "a hook has a vote on every rank, or on none"
-    return Hooks(hooks)
+    return Hooks(hooks, long_phase=heartbeat.phase)
 
 
 def _trackers(config: Config) -> NamedHook:

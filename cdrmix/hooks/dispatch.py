@@ -7,7 +7,8 @@ the next step, and there all ranks end, or go on without it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -55,9 +56,18 @@ class Ending(NamedTuple):
 class Hooks:
     """The hooks of a run on this rank."""
 
-    def __init__(self, hooks: Sequence[NamedHook] = ()) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[NamedHook] = (),
+        *,
+        long_phase: Callable[[str], AbstractContextManager[None]] = lambda _: (
+            contextlib.nullcontext()
+        ),
+    ) -> None:
+        """`long_phase` makes a context that may last long, while other ranks wait for this one."""
         # A stable sort: hooks of one priority stay in the order given.
         self._hooks = [Called(each) for each in sorted(hooks, key=lambda each: each.priority)]
+        self._long_phase = long_phase
         self._inherited: Mapping[str, Any] | None = None
         self._evaluated_step: int | None = None
         self._step_under_way: int | None = None  # the newest that `backward_done` has told of
@@ -111,7 +121,7 @@ class Hooks:
         """Tells of the evaluations of a step."""
         if "eval/loss" in results:
             self._evaluated_step = step
-        self._call("on_evaluation", step, MappingProxyType(dict(results)))
+        self._call_for_long("on_evaluation", step, MappingProxyType(dict(results)))
 
     def is_evaluated(self, step: int) -> bool:
         """True if the newest held-out loss is that of this step."""
@@ -127,7 +137,7 @@ class Hooks:
 
     def saved(self, step: int, folder: Path) -> None:
         """Tells of a checkpoint that has its name."""
-        self._call("on_checkpoint", step, folder)
+        self._call_for_long("on_checkpoint", step, folder)
 
     def rewound(self, step: int, state: Mapping[str, Any]) -> None:
         """Tells that the run has gone back to a checkpoint with this state.json."""
@@ -275,6 +285,13 @@ class Hooks:
     def _call(self, event: str, *arguments: Any) -> None:
         for each in self._hooks:
             each.call(event, *arguments)
+
+    def _call_for_long(self, event: str, *arguments: Any) -> None:
+        """Calls hooks that may send a file away, or wait for a service: beyond the deadline of a
+        step."""
+        if self._listening(event):
+            with self._long_phase("in hooks"):
+                self._call(event, *arguments)
 
 
 def _state_of(hook: Hook) -> dict[str, Any]:

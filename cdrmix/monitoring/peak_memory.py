@@ -26,7 +26,7 @@ _LEAST_STEPS = 10  # before one can stand out
 _SPIKE = 1.25
 _LEAST_SPIKE_BYTES = 16 * 2**20
 _HIGHER = 1.1
-BETWEEN = "between phases"
+BETWEEN = "between two phases"
 
 
 class PeakMemory:
@@ -64,9 +64,9 @@ class PeakMemory:
             return
         self._told[phase] = peak
         logger.warning(
-            "warning: memory of step %d: %.2f GiB in the phase %s, %.2f times the median of the "
-            "steps before it",
-            *(step, peak / 2**30, phase, peak / usual),
+            "warning: memory of step %d: %.2f GiB %s, %.2f times the median of the steps before it",
+            *(step, peak / 2**30, phase if phase == BETWEEN else f"in the phase {phase}"),
+            peak / usual,
         )
 
     def by_phase(self) -> dict[str, int]:

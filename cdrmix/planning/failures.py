@@ -333,9 +333,9 @@ def failure_facts(told: Expectation, *, explain: bool) -> Iterator[tuple[str, st
         return
     yield "failures", f"one in {between}, {_number(told.num_failures)} in the run: {rate}"
     shares, wall = told.shares, told.wall_seconds
-    run, less = time_text(told.run_seconds), time_text(wall - told.run_seconds)
-    days = f"{time_text(wall)}, and {run} without failures and saves, {less} less"
-    yield "goodput", f"{_percent(shares.productive)}: {days}; {_losses(shares)}"
+    days = f"{time_text(wall)} in all, of which {time_text(wall - told.run_seconds)} are lost"
+    lost = f"{days} to failures and saves ({_losses(shares)})"
+    yield "goodput", f"{_percent(shares.productive)}: {lost}"
     every = f"every {time_text(told.interval_seconds)} ({told.interval_text})"
     if told.advice:
         gained = f"{_percent(told.best.productive)} with one every {time_text(told.best_seconds)}"
@@ -355,7 +355,7 @@ def failure_facts(told: Expectation, *, explain: bool) -> Iterator[tuple[str, st
 def _losses(shares: Goodput) -> str:
     losses = {"restarts": shares.restarts, "work done again": shares.lost, "saves": shares.saves}
     by_size = sorted(losses.items(), key=lambda loss: -loss[1])
-    return "of it " + ", ".join(f"{name} {_percent(share)}" for name, share in by_size)
+    return ", ".join(f"{name} {_percent(share)}" for name, share in by_size)
 
 
 def _percent(share: float) -> str:

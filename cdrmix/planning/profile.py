@@ -246,7 +246,7 @@ def _micro_batch_reason(plan: Plan, config: Config, faster: Sequence[Plan]) -> s
         return "the fastest that fits"
     chosen = (plan.profile, plan.degrees)
     if any((other.profile, other.degrees) == chosen for other in faster):
-        return "not chosen by speed alone, see there"
+        return "not chosen by speed alone: the line 'speed' below says why"
     return "no other is faster with this profile and these degrees"
 
 

@@ -212,11 +212,14 @@ def read_for_long() -> None:
     Reading.next_batch = read_late  # type: ignore[method-assign]
 
 
-def test_a_store_that_answers_late_ends_no_run(
+def test_a_store_that_answers_late_and_a_hook_that_sends_a_checkpoint_end_no_run(
     small_corpus: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     remote = [f"data.path=file://{small_corpus}", f"data.cache_folder={tmp_path / 'cache'}"]
-    found = run_with_fault(small_corpus, run_dir, read_for_long, tmp_path, *overrides(remote))
+    options = f"{{seconds: {DEADLINE_SECONDS + 3}, saved_step: 3}}"
+    hook = f"hooks=[{{use: 'tests.noting_hooks:Resting', options: {options}}}]"
+    more = overrides([*remote, hook])
+    found = run_with_fault(small_corpus, run_dir, read_for_long, tmp_path, *more)
     assert found.outcome == {"exit_code": 0, "reason": "", "step": 8}
     assert found.ends == [0, 0]
     assert found.seconds > DEADLINE_SECONDS

@@ -250,7 +250,7 @@ def test_summary_slots_share_their_features_evenly() -> None:
 def test_a_section_made_by_an_override_must_be_complete() -> None:
     lines = problems(TINY, "stage_b.run=x")
     for line, key in zip(lines, ("adapters", "policy", "memory"), strict=True):
-        assert line.startswith(f"--set stage_b.run: stage_b.{key}: missing; give a section with")
+        assert line.startswith(f"--set stage_b.run: stage_b.{key}: missing. Give a section with")
 
 
 # --- what is refused ------------------------------------------------------------------------

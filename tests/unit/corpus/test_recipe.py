@@ -90,7 +90,7 @@ def test_all_problems_of_a_file_are_told_together(recipe_file: Path) -> None:
         "FILE: sources.0.name: given 'A b', allowed is text. Short name",
         "FILE: sources.0.type: given 'locale', allowed is one of local, huggingface "
         "(did you mean 'local'?)",
-        "FILE: sources.1.name: missing; give text",
+        "FILE: sources.1.name: missing. Give text: Short name",
         "FILE: shards.validation_share: given 1, allowed is a number from 0 and below 1",
     ]
     assert len(lines) == len(wanted)

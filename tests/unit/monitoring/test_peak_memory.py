@@ -86,6 +86,8 @@ def test_a_step_above_the_ones_before_is_told_of_with_its_phase(
         "warning: memory of step 30: 0.16 GiB in the phase data, 1.60 times the median of the "
         "steps before it",
     ]
+    (line,) = told({20: {BETWEEN: 300}}, monkeypatch, caplog)
+    assert "0.29 GiB between two phases, 3.00 times" in line
 
 
 def test_the_same_spike_is_told_of_once(

@@ -165,6 +165,7 @@ def test_the_page_and_the_json_say_it(capsys: pytest.CaptureFixture[str], tmp_pa
         "a restart  ",
     ):
         assert f"\n  {line}" in page
+    assert " in all, of which " in page and " are lost to failures and saves (" in page
     plan: dict[str, Any] = json.loads(printed(capsys, *NODE, "--json"))
     shares = plan["goodput"]["shares"]
     assert sum(shares.values()) == pytest.approx(1)
