@@ -351,4 +351,4 @@ def _report(shares: Mapping[str, tuple[int, int]], model: PeftModel) -> None:
         for kind, (covered, held) in shares.items()
         if held
     ]
-    logger.info("LoRA adapts %s: %s parameters train", ", ".join(of_kinds), f"{trained:,}")
+    logger.info("LoRA adapts %s: %s trainable parameters", ", ".join(of_kinds), f"{trained:,}")

@@ -79,7 +79,7 @@ def test_checkpoints_hold_adapters_and_the_log_tells_their_share(trained: Traine
         assert len(names) == 2 * 2 * (4 + 2) and all(".lora_" in name for name in names)
         assert checkpoint.state["base"]["folder"] == str(trained.base)
     log = (trained.run_dir / "train.log").read_text()
-    assert "LoRA adapts 100 % of attention, 100 % of experts: 12,544 parameters train" in log
+    assert "LoRA adapts 100 % of attention, 100 % of experts: 12,544 trainable parameters" in log
 
 
 def test_the_run_leaves_an_adapter_that_peft_loads(trained: Trained) -> None:
