@@ -45,11 +45,18 @@ class BatchPlan:
     source: str  # says where the kind of device comes from
     cores: int  # of a rank
     memory_gib: int  # of a node
+    saved_step: int  # of Stage A, from which the run goes on; 0 for a new run
 
     @property
     def run_seconds(self) -> float:
-        """Estimated time from the first step to the last one of Stage A."""
-        return self.compared.plan.estimates()[1].days * 86_400
+        """Estimated time from the first step that is left to the last one of Stage A."""
+        share_left = self._steps_left / self.compared.config.training.num_steps
+        return self.compared.plan.estimates()[1].days * 86_400 * share_left
+
+    @property
+    def _steps_left(self) -> int:
+        # the steps of Stage B are counted on from those of Stage A
+        return max(0, self.compared.config.training.num_steps - self.saved_step)
 
     @property
     def save_seconds(self) -> float:
@@ -74,14 +81,15 @@ class BatchPlan:
         stage_b = ""
         if plan.stage_b is not None:
             stage_b = f"; Stage B {plan.stage_b.memory.total / GIB:.1f} GiB"
-        steps = compared.config.training.num_steps
+        left = f"{self._steps_left:,} of " if self.saved_step else ""
+        steps = f"{left}{compared.config.training.num_steps:,} steps"
         untimed = ", and Stage B, which is not timed" if plan.stage_b is not None else ""
         return {
             "devices": on,
             "layout": plan.describe(),
             "memory": f"{memory.total / GIB:.1f} GiB of {compared.cluster.memory_gib:g} GiB a "
             f"device{stage_b}",
-            "time": f"{time_text(self.run_seconds)} to the end: {steps:,} steps of "
+            "time": f"{time_text(self.run_seconds)} to the end: {steps} of "
             f"{time_text(cost.step_seconds)}{untimed}",
         }
 
@@ -98,6 +106,7 @@ def plan_batch(
     host_memory_gib: float | None,
     options: Mapping[str, str | None],
     site: Nodes | None,
+    saved_step: int = 0,
 ) -> BatchPlan:
     """Plans a run on the devices that are asked for.
 
@@ -105,6 +114,7 @@ def plan_batch(
         gpu, gpu_memory_gib: as of `cdrmix plan`; without both the devices that `options` or the
             nodes of SLURM name; without these, the largest preset.
         host_memory_gib: of a node, as asked for; None: that of the nodes, or else of the preset.
+        saved_step: of the checkpoint that the run goes on from.
     Raises:
         PlanError: if no layout fits; the page of the plan is logged before.
     """
@@ -130,7 +140,8 @@ def plan_batch(
     cores = _CORES_WITH_OFFLOADING if compared.plan.offloads_optimizer else _CORES[cluster.device]
     if site and site.cores:
         cores = max(1, min(cores, site.cores // ranks_per_node))
-    return BatchPlan(compared, is_of_device, source, cores, _asked_memory(compared, host))
+    memory_gib = _asked_memory(compared, host)
+    return BatchPlan(compared, is_of_device, source, cores, memory_gib, saved_step)
 
 
 def _device(

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -36,6 +38,7 @@ _PROGRAM = (
 _PROBE = (sys.executable, "-c", _PROGRAM)
 # Variables of this process that a start hands to ranks of other hosts, and that are looked at.
 _FORWARDED = ("DS_ACCELERATOR", "NCCL_SOCKET_IFNAME")
+_DEFAULT_FOLDER = Path("experiments")
 # At once; each takes a process of ssh here.
 _HOSTS_AT_ONCE = 32
 # Large enough for the bandwidth to outweigh the latency of the links.
@@ -61,18 +64,66 @@ _OF_A_RANK = re.compile(r"^(?!\S*(error|Error|Exception|Interrupt):)([\w.-]+: )?
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
+class _RunsFolder:
+    """Folder of the runs. Where it is not there yet it is made for the checks, and removed again:
+    a name that was mistyped must not stay behind as a folder."""
+
+    def __init__(self, path: Path, *, is_named: bool) -> None:
+        self.path = path
+        self._is_named = is_named  # by the user, who may have mistyped it
+        self._made: list[Path] = []  # the innermost first
+
+    def make(self) -> None:
+        """Makes the folder and those that it is in; raises OSError."""
+        folder = self.path
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        """Removes the folders that `make` has made, but for those that hold something by now."""
+        for folder in self._made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def judged(self, finding: Finding) -> Finding:
+        """The finding about the folder, with the word that it was not there."""
+        if not self._made or finding.status != "ok":
+            return finding
+        detail = f"{finding.detail}; it was not there, and was made for these checks alone"
+        if not self._is_named:  # the first run makes it
+            return replace(finding, detail=detail)
+        folder = shlex.quote(str(self.path))
+        remedy = f"mkdir -p {folder}, or another --folder DIR if the name is mistyped"
+        return replace(finding, status="warn", detail=detail, remedy=remedy)
+
+
 def examine(
-    hosts: Sequence[Host], *, folder: Path, ranks_per_host: int | None, with_all_reduce: bool
+    hosts: Sequence[Host],
+    *,
+    folder: Path | None,
+    ranks_per_host: int | None,
+    with_all_reduce: bool,
 ) -> Iterator[Finding]:
     """Runs all checks, the cheap ones first, on the hosts or else on this machine.
 
     Args:
         hosts: of a hostfile, or none.
-        folder: of the runs, which all hosts must see.
+        folder: of the runs, which all hosts must see; None: `experiments`, where there may be none
+            yet.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
     """
+    runs = _RunsFolder(folder or _DEFAULT_FOLDER, is_named=folder is not None)
+    try:
+        yield from _examine(hosts, runs, ranks_per_host, with_all_reduce=with_all_reduce)
+    finally:
+        runs.remove()
+
+
+def _examine(
+    hosts: Sequence[Host], runs: _RunsFolder, ranks_per_host: int | None, *, with_all_reduce: bool
+) -> Iterator[Finding]:
     failed = []
-    for finding in _without_ranks(hosts, folder, ranks_per_host):
+    for finding in _without_ranks(hosts, runs, ranks_per_host):
         failed += [finding.check] if finding.status == "FAIL" else []
         yield finding
     # last, because it takes minutes to time out where one of the others fails
@@ -81,17 +132,18 @@ def examine(
         yield Finding("all-reduce", "warn", detail, "mend those first, then cdrmix doctor again")
     elif with_all_reduce:
         try:
-            yield _all_reduce(hosts, folder.resolve(), ranks_per_host)
+            yield _all_reduce(hosts, runs.path, ranks_per_host)
         except OSError as error:
             yield Finding("all-reduce", "FAIL", str(error), "give another --folder DIR")
 
 
 def _without_ranks(
-    hosts: Sequence[Host], folder: Path, ranks_per_host: int | None
+    hosts: Sequence[Host], runs: _RunsFolder, ranks_per_host: int | None
 ) -> Iterator[Finding]:
     """Runs the checks that start no ranks."""
+    folder = runs.path
     try:
-        folder = folder.resolve()
+        folder = runs.path = folder.resolve()
     except (OSError, RuntimeError) as error:  # the present folder is gone; links in a circle
         yield Finding("shared folder", "FAIL", f"{folder}: {error}", "give another --folder DIR")
         return
@@ -108,7 +160,7 @@ def _without_ranks(
         )
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        runs.make()
         address = address_for_others(targets[0], targets[1:])
     except OSError as error:
         detail = f"{folder}: cannot be made: {error.strerror}"
@@ -139,7 +191,7 @@ def _without_ranks(
         }
         *findings, leftovers = judge(answers, ranks, over_ssh=over_ssh)
         yield from findings
-        yield _shared_folder([*answers], folder)
+        yield runs.judged(_shared_folder([*answers], folder))
         addresses = {name: values["address"] or name for name, values in answers.items()}
         yield _ports(answers, {**addresses, targets[0]: address})
         yield environment

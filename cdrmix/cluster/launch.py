@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -24,11 +25,13 @@ from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_t
 from cdrmix.cluster.start_records import first_step, newest_number
 from cdrmix.cluster.starts import (
     COMMANDED_VARIABLE,
+    LATEST,
     MARKER,
     StartRecord,
     age_seconds,
     append_start,
     end_of_run,
+    newest_saved_step,
 )
 from cdrmix.config.load import new_run_dir
 from cdrmix.config.resuming import config_of_start, resumed_run
@@ -44,7 +47,6 @@ _DOUBTFUL = (errors.EXIT_USER_ERROR, errors.EXIT_NO_USABLE_STATE)
 # Doubled with each restart in a row: a server or host that reboots takes minutes.
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
-_LATEST = Path("checkpoints") / "latest"
 # Signals that a person sends without naming them.
 _TOLD = {"SIGINT": "an interrupt (SIGINT)", "SIGHUP": "the end of the terminal (SIGHUP)"}
 
@@ -62,6 +64,7 @@ class Job:
     ranks_per_host: int | None
     max_restarts: int  # in a row without a newer checkpoint before the run is given up
     environment: Mapping[str, str] = field(repr=False)  # of the ranks
+    hostfile: Path | None = None  # that names the hosts, for messages
 
 
 class _Signals:
@@ -133,6 +136,7 @@ def make_job(
         ranks_per_host=ranks_per_host,
         max_restarts=max_restarts,
         environment=launch_environment(resolved_config),
+        hostfile=hostfile,
     )
 
 
@@ -151,6 +155,7 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     if check is not None:
         check()
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
+    logger.info("%-14s %s", "now", "starting the ranks, which import torch and DeepSpeed first")
     furthest = _resumed_at(start)
     lost_in_a_row = 0
     has_been_good = False
@@ -178,7 +183,7 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
         if lost_in_a_row > job.max_restarts:
             logger.error("error: %s. Given up after %d restarts", why, job.max_restarts)
             break
-        if start.resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
+        if start.resume not in ("auto", "never") and not (job.run_dir / LATEST).is_file():
             # `auto` would begin a new run here, without the checkpoint that the user named
             logger.error(
                 "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
@@ -206,15 +211,16 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
             "apt-get install pdsh, or no --hostfile"
         )
+    if is_first and job.hosts:  # a sign of life: a host that does not answer takes a while
+        logger.info("reaching %d hosts by ssh", len(job.hosts))
     # at once, because each lost host takes its whole time limit
     with ThreadPoolExecutor(max_workers=32) as pool:
         results = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), job.hosts)
     alive = [host for host, done in zip(job.hosts, results, strict=True) if done.returncode == 0]
     lost = ", ".join(host.name for host in job.hosts if host not in alive)
     if lost and is_first:  # a wrong name or key, rather than a host that has just died
-        raise ConfigError(
-            f"cannot reach {lost} by ssh without a password. `cdrmix doctor` tells more"
-        )
+        doctor = shlex.join(["cdrmix", "doctor", "--hostfile", str(job.hostfile or "HOSTS")])
+        raise ConfigError(f"cannot reach {lost} by ssh without a password. `{doctor}` tells more")
     if not lost or not alive:
         return job.hosts
     num_ranks = sum(job.ranks_per_host or host.slots for host in alive)
@@ -315,8 +321,4 @@ def _record(job: Job, outcome: Outcome, *, began: datetime, resumed_at: int) -> 
 
 def _resumed_at(job: Job) -> int:
     """Step of the newest checkpoint if the start resumes from it, else 0."""
-    latest = job.run_dir / _LATEST
-    if job.resume != "auto" or not latest.is_file():
-        return 0
-    text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    return int(text) if text.isdecimal() else 0
+    return newest_saved_step(job.run_dir) if job.resume == "auto" else 0

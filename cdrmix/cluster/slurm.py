@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from cdrmix.cluster.sbatch_options import (
 )
 from cdrmix.cluster.slurm_site import Nodes, find_nodes, options_of_sbatch
 from cdrmix.cluster.start_records import BATCH_SCRIPT
+from cdrmix.cluster.starts import end_of_run, newest_saved_step
 from cdrmix.config.load import new_run_dir, shipped
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
+from cdrmix.log import get_logger
 from cdrmix.network import shell_port_of_first_step
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.profile import check_legal
+
+logger = get_logger(__name__)
 
 # Values with this prefix go into a private file, not into the script or a command line.
 _ENVIRONMENT = "launch.environment."
@@ -43,6 +48,8 @@ _START_SECONDS = 300
 _MANY_STARTS = 20
 # The ranks see the signal within two seconds and finish their step to save.
 _NOTICE = "B:USR1@120"
+# Lines of a script that tell what is left of the run, and so change while it goes on.
+_OF_PROGRESS = re.compile(rb"^# (time|jobs) .*\n", re.M)
 # Options that stand in place of a line of ours, besides one of its own name.
 _REPLACED_BY = {
     "mem": ("mem-per-cpu", "mem-per-gpu"),
@@ -116,6 +123,7 @@ class Batch:
             "run_dir": str(self.run_dir),
             "plan": self.plan.compared.to_json() if of_device else None,
             "options": [option for _, option in self.parts["directives"]],
+            "saved_step": self.plan.saved_step,
             "warnings": list(self.warnings),
         }
 
@@ -123,12 +131,10 @@ class Batch:
 def make_batch(asked: Request) -> Batch:
     """Makes a batch job, planned and checked before it waits in a queue.
 
-    Raises TrainingError if a value is wrong, or the run cannot be laid out on so many ranks or does
-    not fit their devices.
+    Raises TrainingError if a value is wrong, the run is at its end, or it cannot be laid out on so
+    many ranks or does not fit their devices.
     """
-    # A run that this directory holds goes on with its own configuration, as its ranks will.
-    resume = "never" if asked.run_dir is None else "auto"
-    config = config_of_start(asked.config, asked.overrides, run_dir=asked.run_dir, resume=resume)
+    config = _config_of_job(asked)
     options, problems, warnings = read_options(asked.options, of_site=options_of_sbatch())
     problems += _unsafe(asked)
     site, limit, memory = None, None, None
@@ -156,6 +162,7 @@ def make_batch(asked: Request) -> Batch:
         host_memory_gib=memory or None,
         options=options,
         site=site,
+        saved_step=newest_saved_step(asked.run_dir) if asked.run_dir else 0,
     )
     if not plan.is_of_device:
         warnings.append(
@@ -174,6 +181,23 @@ def make_batch(asked: Request) -> Batch:
         environment=_environment_of_flags(config, asked.overrides),
         parts=_parts(asked, config, plan, run_dir, options, lines),
     )
+
+
+def _config_of_job(asked: Request) -> Config:
+    """Configuration of a job; refuses a run that is at its end, as its job would do nothing."""
+    # A run that this directory holds goes on with its own configuration, as its ranks will.
+    resume = "never" if asked.run_dir is None else "auto"
+    config = config_of_start(
+        asked.config,
+        asked.overrides,
+        run_dir=asked.run_dir,
+        resume=resume,
+        check=partial(end_of_run, run_dir=asked.run_dir, resume=resume),
+    )
+    end = end_of_run(config, run_dir=asked.run_dir, resume=resume)
+    if end is not None:
+        raise ConfigError(end)
+    return config
 
 
 def _unsafe(asked: Request) -> list[str]:
@@ -417,7 +441,10 @@ def _our_options(
 
 
 def write_script(batch: Batch) -> Path:
-    """Writes the script into the run directory, which SLURM needs for its log; returns its path."""
+    """Writes the script into the run directory, which SLURM needs for its log; returns its path.
+
+    Another script that is there, such as one that was changed by hand, is kept beside it.
+    """
     script = batch.run_dir / BATCH_SCRIPT
     variables = batch.run_dir / "job.environment"  # private; exists if there are any
     try:
@@ -429,11 +456,36 @@ def write_script(batch: Batch) -> Path:
             variables.unlink()
         template = _templates.get_template("train.sbatch")
         paths = {"script": script, "variables": variables}
-        write_private(script, template.render(batch=batch, **paths, **batch.parts))
+        text = template.render(batch=batch, **paths, **batch.parts)
+        if kept := _keep_another(script, text):
+            logger.warning(
+                "warning: %s: was another script, which is kept as %s. What was changed in it by "
+                "hand is not in the new one",
+                *(script, kept.name),
+            )
+        write_private(script, text)
         script.chmod(0o700)
     except OSError as error:
         raise StateError(f"{script}: cannot be written: {error.strerror}") from error
     return script
+
+
+def _keep_another(script: Path, text: str) -> Path | None:
+    """Renames a script that says something else than `text`; returns its new name, None where there
+    is nothing to keep."""
+    try:
+        old = script.read_bytes()
+    except FileNotFoundError:
+        return None
+    if _OF_PROGRESS.sub(b"", old) == _OF_PROGRESS.sub(b"", text.encode()):
+        return None
+    kept = script.with_name(f"{script.name}.before")
+    number = 1
+    while kept.exists():  # one that was kept earlier may hold the work of a person too
+        number += 1
+        kept = script.with_name(f"{script.name}.before-{number}")
+    script.replace(kept)
+    return kept
 
 
 def _sbatch_option(option: str) -> str:

@@ -23,6 +23,7 @@ from cdrmix.errors import ConfigError
 
 STARTS = "starts.jsonl"
 MARKER = "finished.json"
+LATEST = Path("checkpoints") / "latest"
 # Held by the job that trains in a run directory; names its host and process.
 LOCK = ".lock"
 # Wall clock time of the command in seconds; set by `cdrmix launch` and job scripts.
@@ -202,6 +203,14 @@ def _steps_kept(run_dir: Path) -> list[int]:
         names = [each.name for each in (run_dir / "checkpoints").iterdir()]
         return [int(name) for name in names if name.isdecimal()]
     return []
+
+
+def newest_saved_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint of a run, as it names it; 0 without one."""
+    with contextlib.suppress(OSError):
+        text = (run_dir / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        return int(text) if text.isdecimal() else 0
+    return 0
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cdrmix.live.run_folder import METRICS, RunFolder, runs_below
-from cdrmix.live.status import Status, status_of
+from cdrmix.live.status import EVALUATED, Status, status_of
 from cdrmix.monitoring.metric_columns import GrowingMetrics, MetricColumns, newest_with
 
 _SECONDS_BETWEEN_SEARCHES = 5.0
@@ -30,7 +30,8 @@ class ServedRun:
         self.path = path
         self.folder = RunFolder(path)
         self._metrics = GrowingMetrics(path / METRICS, newest_bytes=_NEWEST_BYTES)
-        self._sought: tuple[float | None, float | None] = (None, None)
+        # bytes that were skipped when an evaluation was sought in them, and its values
+        self._sought: tuple[int | None, dict[str, float]] = (None, {})
 
     def status(self) -> Status:
         """Status now. Raises one of DAMAGE where a file is not as a run writes it."""
@@ -40,10 +41,13 @@ class ServedRun:
             # An evaluation is rare, and may be before the newest lines.
             if self._sought[0] != self._metrics.skipped_bytes:
                 line = newest_with(self._metrics.path, "eval/loss") or {}
-                self._sought = (self._metrics.skipped_bytes, line.get("eval/loss"))
-            if isinstance(self._sought[1], int | float):
-                values = {**status.values, "eval/loss": self._sought[1]}
-                return replace(status, values=values)
+                found = {
+                    name: value
+                    for name, value in line.items()
+                    if name.startswith(EVALUATED) and isinstance(value, int | float)
+                }
+                self._sought = (self._metrics.skipped_bytes, found)
+            return replace(status, values={**status.values, **self._sought[1]})
         return status
 
 

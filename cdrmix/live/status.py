@@ -23,6 +23,7 @@ from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL
 from cdrmix.live.run_folder import LOG, METRICS, LogLine, RunFolder, began
 from cdrmix.monitoring.goodput import WALL_TIME
 from cdrmix.monitoring.metric_columns import MetricColumns
+from cdrmix.monitoring.metrics import member_name
 
 # waiting: nothing has begun. running: its process lives, or lines come. silent: it runs on another
 # host, which cannot be asked from here, and gives no sign. stopped: it ended with all that it did
@@ -30,6 +31,7 @@ from cdrmix.monitoring.metric_columns import MetricColumns
 State = Literal["waiting", "running", "silent", "stopped", "lost", "finished"]
 STATES: tuple[State, ...] = ("running", "waiting", "silent", "stopped", "lost", "finished")
 
+EVALUATED = "eval/"  # before the names of what an evaluation of held-out text gives
 _RECENT_LINES = 50  # behind a speed
 _WARNINGS = 3
 # A line is late after this many times the usual time between two, and never before the seconds:
@@ -47,7 +49,7 @@ class Status:
         state, why: and a reason for people, empty where the state says all.
         stage: `a` or `b`; empty where nothing says it.
         num_steps: planned; None where it is not known.
-        values: newest of each metric.
+        values: newest of each metric; all of `eval/` are of one evaluation.
         eta_seconds: None for a run that does not train, or whose speed is not known.
         newest_seconds: since the newest line of metrics.jsonl; None without one.
         is_late: no line has come for much longer than it usually takes, in a run that goes on.
@@ -103,10 +105,6 @@ def status_of(folder: RunFolder, metrics: MetricColumns, *, name: str) -> Status
     first = began(folder)
     stage = (folder.starts or [{}])[-1].get("stage")
     num_steps = _num_steps(folder)
-    values = {n: v for n in metrics.names if (v := metrics.latest(n)) is not None}
-    final = folder.json("metrics.json").get("evaluation")
-    if isinstance(final, Mapping) and (loss := _finite(final.get("loss"))) is not None:
-        values["eval/loss"] = loss  # which is not among the logged ones
     return Status(
         name=name,
         variant=config.name if config else str(folder.values.get("name") or ""),
@@ -115,7 +113,7 @@ def status_of(folder: RunFolder, metrics: MetricColumns, *, name: str) -> Status
         stage=stage if stage in ("a", "b") else "",
         step=step,
         num_steps=num_steps,
-        values=values,
+        values=_values(metrics, folder.json("metrics.json")),
         eta_seconds=_eta(folder, metrics, step, num_steps) if state == "running" else None,
         newest_seconds=newest,
         is_late=is_late,
@@ -124,6 +122,40 @@ def status_of(folder: RunFolder, metrics: MetricColumns, *, name: str) -> Status
         warnings=[line for line in folder.log if line.level != "INFO"][-_WARNINGS:],
         began=first.strftime("%Y-%m-%d %H:%M") if first else "",
     )
+
+
+def _values(metrics: MetricColumns, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Newest value of each metric; those of held-out text are all of the newest evaluation."""
+    newest = {n: v for n in metrics.names if (v := metrics.latest(n)) is not None}
+    values = {name: value for name, value in newest.items() if not name.startswith(EVALUATED)}
+    logged = {name: metrics.series(name)[0][-1] for name in newest.keys() - values.keys()}
+    logged_at = max(logged.values(), default=0)
+    final = _final_evaluation(summary)
+    # the final one is not among the logged ones; a run that was extended has newer ones
+    if final and (_whole(summary.get("steps")) or 0) >= logged_at:
+        return values | final
+    # a domain, say, of which this evaluation read nothing has an older value
+    return values | {name: newest[name] for name, step in logged.items() if step == logged_at}
+
+
+def _final_evaluation(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Values of a run's final evaluation, by the names that logged ones have; empty without one."""
+    evaluation = summary.get("evaluation")
+    if not isinstance(evaluation, Mapping) or _finite(evaluation.get("loss")) is None:
+        return {}
+    found: dict[str, Any] = {
+        f"{EVALUATED}{name}": evaluation.get(name)
+        for name in ("loss", "perplexity", "bits_per_byte")
+    }
+    average = summary.get("ema_evaluation")
+    if isinstance(average, Mapping):
+        found["eval/ema_loss"] = average.get("loss")
+    for part in ("domain", "objective"):
+        entries = evaluation.get(f"{part}s")
+        for each in entries if isinstance(entries, list) else []:
+            if isinstance(each, Mapping) and isinstance(each.get(part), str):
+                found[member_name(f"eval/{part}/*/loss", each[part])] = each.get("loss")
+    return {name: value for name, v in found.items() if (value := _finite(v)) is not None}
 
 
 def _state(folder: RunFolder, step: int, interval: float | None, now: float) -> tuple[State, str]:

@@ -129,7 +129,6 @@ def _lines(
         yield from _plan_lines(job, compared)
     go_on = shlex.join([*command, "--run-dir", str(job.run_dir), "--resume", "auto"])
     yield "stop", f"Ctrl-C or TERM saves and stops; to go on: {go_on}"
-    yield "now", "starting the ranks, which import torch and DeepSpeed first"
 
 
 def _plan_lines(job: Job, compared: Comparison) -> Iterator[tuple[str, str]]:

@@ -240,7 +240,7 @@ def add_doctor(verbs: Verbs) -> None:
     flag = parser.add_argument
     flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
     folder = "where runs are written, which all hosts must see; default experiments"
-    flag("--folder", type=Path, default=Path("experiments"), metavar="DIR", help=folder)
+    flag("--folder", type=Path, metavar="DIR", help=folder)
     flag("--nproc", type=at_least(1), metavar="N", help="ranks of the all-reduce on each host")
     flag("--no-all-reduce", action="store_true", help="start no ranks")
     leftovers = "first end and delete what earlier runs of yours left"

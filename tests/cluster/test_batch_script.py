@@ -150,8 +150,8 @@ def test_a_resumed_run_is_at_its_end_by_its_own_configuration(tmp_path: Path) ->
     marker = run_dir / "finished.json"
     marker.write_text(json.dumps({"step": 50, "stage": "a", "finished": "2026-01-01"}))
     assert "at its end" in job.start(1, step=0, latest=0), "the file asks for 500 steps"
-    again = Played(tmp_path / "bin", batch(run_dir, config))
-    assert "at its end" in again.start(1, step=0, latest=0), "a new script, and nothing more asked"
+    with pytest.raises(ConfigError, match="the run is at its end"):
+        batch(run_dir, config)  # a new script, and nothing more asked
     more = Played(tmp_path / "bin", batch(run_dir, config, overrides=("training.max_steps=60",)))
     assert more.start(1, step=0, latest=0) == "requeued"
 

@@ -8,7 +8,6 @@ without a network is held against one with it, both with all trackers.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -108,8 +107,7 @@ def run_once(kind: str) -> tuple[list[float], list[float]]:
             flags += ["--set", each]
         words: list[str | Path] = ["--log_level", "error", "launch/train.py", *flags]
         # Trackers and the hook are modules of the checkout.
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        done = launch(words, nproc=1, env={"PYTHONPATH": path}, prefix=prefix)
+        done = launch(words, nproc=1, env={"PYTHONPATH": str(ROOT)}, prefix=prefix)
         assert done.returncode == 0, done.stderr
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "step_seconds" in row]

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from cdrmix.cluster.doctor import _all_reduce, _environment_file, _ports, examine, reason_in
+from cdrmix.cluster.doctor import (
+    _all_reduce,
+    _environment_file,
+    _ports,
+    _RunsFolder,
+    examine,
+    reason_in,
+)
 from cdrmix.cluster.findings import Finding
 from cdrmix.cluster.hosts import Host
 
@@ -52,7 +59,7 @@ def test_the_line_that_says_why_is_found(output: str, reason: str | None) -> Non
     assert reason_in(output) == (reason or "error: 10.0.0.1:7: the ranks cannot meet there")
 
 
-def examined(hosts: list[Host], folder: Path) -> dict[str, Finding]:
+def examined(hosts: list[Host], folder: Path | None) -> dict[str, Finding]:
     findings = examine(hosts, folder=folder, ranks_per_host=None, with_all_reduce=False)
     return {finding.check: finding for finding in findings}
 
@@ -109,6 +116,31 @@ def test_a_folder_that_means_nothing_is_a_finding(
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     found = examined([], tmp_path / "circle")
     assert found["shared folder"].status == "FAIL"
+
+
+def test_a_folder_that_is_not_there_is_told_and_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mistyped = tmp_path / "experimnets" / "first"
+    found = examined([], mistyped)["shared folder"]
+    assert found.status == "warn"
+    assert "was not there" in found.detail
+    assert (found.remedy or "").startswith(f"mkdir -p {mistyped}, or another --folder")
+    assert examined([], None)["shared folder"].status == "ok", "the first run makes experiments"
+    assert not [*tmp_path.iterdir()]
+    findings = examine([], folder=mistyped, ranks_per_host=None, with_all_reduce=False)
+    next(findings)
+    assert mistyped.is_dir()
+    del findings  # as an interrupt does
+    assert not [*tmp_path.iterdir()]
+    mistyped.mkdir(parents=True)
+    runs = _RunsFolder(mistyped, is_named=True)
+    runs.make()
+    written = Finding("shared folder", "ok", "written")
+    assert runs.judged(written) == written
+    runs.remove()
+    assert mistyped.is_dir(), "it is the user's"
 
 
 def test_a_hostfile_with_this_machine_twice_fails_and_the_rest_is_not_run(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,37 @@ def test_a_start_is_noted_with_the_step_that_its_own_record_tells(
     assert launch(job) == 0
     (start,) = read_starts(run_dir)
     assert (start.resumed_at, start.step) == (60, 60)
+
+
+def test_a_host_out_of_reach_is_told_before_the_ranks_are_said_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hostfile = tmp_path / "my hosts"
+    hostfile.write_text("node-1 slots=1\nnode-2 slots=1\n")
+
+    def run_on(name: str, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 255 * (name == "node-2"), "", "")
+
+    monkeypatch.setattr(module, "run_on", run_on)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(module, "_Signals", lambda: None)
+    job = make_job(
+        config=TINY,
+        overrides=(),
+        hostfile=hostfile,
+        ranks_per_host=None,
+        max_restarts=0,
+        profile=None,
+        run_dir=tmp_path / "run",
+        resume="never",
+    )
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(ConfigError, match="cannot reach node-2 by ssh") as error,
+    ):
+        launch(job)
+    assert f"`cdrmix doctor --hostfile '{hostfile}'` tells more" in str(error.value)
+    assert "starting the ranks" not in caplog.text
 
 
 def test_a_launch_goes_on_in_the_run_directory_that_it_is_to_resume(tmp_path: Path) -> None:

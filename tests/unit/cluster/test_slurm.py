@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,79 @@ def test_a_run_that_goes_on_needs_no_configuration(
     assert main(words) == 0
     assert "to the end: 700 steps" in capsys.readouterr().err
     assert "--config" not in (run_dir / "job.sbatch").read_text()
+
+
+def own_run(run_dir: Path, *, step: int, finished: bool) -> None:
+    """A run of 40 steps that has saved this one."""
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "latest").write_text(f"{step}\n")
+    own = load_config(TINY, ["training.max_steps=40"])
+    (run_dir / "config_snapshot.yaml").write_text(snapshot_yaml(own))
+    if finished:
+        (run_dir / "finished.json").write_text(json.dumps({"step": step, "stage": "a"}))
+
+
+def going_on(run_dir: Path, **changes: str) -> Batch:
+    asked = Request(config=None, run_dir=run_dir, nodes=1, ranks_per_node=2, on_cpu=True)
+    return make_batch(replace(asked, **changes))  # type: ignore[arg-type]
+
+
+def test_a_finished_run_is_not_queued_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    own_run(run_dir, step=40, finished=True)
+    words = ["slurm", "--run-dir", str(run_dir), "--nodes", "1", "--gpus-per-node", "2", "--cpu"]
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "the run is at its end (step 40 of 40)" in told.err
+    assert main([*words, "--set", "training.learning_rate=1e-3"]) == 2
+    assert "Nothing is left to train with other values" in capsys.readouterr().err
+    assert not (run_dir / "job.sbatch").exists()
+    assert main([*words, "--set", "training.max_steps=50"]) == 0
+    assert "to the end: 10 of 50 steps of" in capsys.readouterr().err
+
+
+def test_a_job_has_the_steps_that_are_left(tmp_path: Path) -> None:
+    own_run(tmp_path / "run", step=30, finished=False)
+    made = going_on(tmp_path / "run")
+    assert "to the end: 10 of 40 steps of" in made.lines["time"]
+    assert made.to_json()["saved_step"] == 30
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    whole = going_on(tmp_path / "run")
+    assert "to the end: 40 steps of" in whole.lines["time"]
+    assert made.plan.run_seconds == pytest.approx(whole.plan.run_seconds / 4)
+
+
+def test_a_script_that_was_changed_is_kept_beside_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_run(tmp_path / "run", step=0, finished=False)
+
+    def write(**changes: str) -> str:
+        return write_script(going_on(tmp_path / "run", **changes)).read_text()
+
+    def kept() -> dict[str, str]:
+        return {each.name: each.read_text() for each in (tmp_path / "run").glob("job.sbatch.*")}
+
+    first = write()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("30\n")
+    assert write() != first, "another time is left"
+    assert not kept()
+    assert not caplog.records
+    edited = first.replace("\n\ncd ", "\n\nmodule load cuda\ncd ")
+    assert edited != first
+    (tmp_path / "run" / "job.sbatch").write_text(edited)
+    ours = write()
+    assert "module load" not in ours
+    assert kept() == {"job.sbatch.before": edited}
+    (told,) = caplog.messages
+    assert told.startswith(f"warning: {tmp_path / 'run' / 'job.sbatch'}: was another script")
+    assert "kept as job.sbatch.before." in told
+    longer = write(time_limit="36:00:00")
+    assert longer != ours
+    assert kept() == {"job.sbatch.before": edited, "job.sbatch.before-2": ours}
 
 
 def test_stdout_holds_one_line_for_scripts_and_stderr_the_rest(

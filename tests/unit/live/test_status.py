@@ -1,6 +1,7 @@
 """State of a run, and its figures, from what its directory holds."""
 
 import json
+import math
 import os
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from cdrmix.live.facts import facts, plain, state_text
 from cdrmix.live.run_folder import METRICS, RunFolder, is_run, may_become_run, runs_below
+from cdrmix.live.runs import ServedRun
 from cdrmix.live.status import Status, status_of
 from cdrmix.monitoring.metric_columns import read_columns
 from cdrmix.monitoring.sinks import write_json_atomic
@@ -93,6 +95,41 @@ def test_a_run_of_an_earlier_version_is_finished_by_its_summary(run):
     write_json_atomic(run.path / "metrics.json", {"steps": STEPS, "evaluation": {"loss": 3.25}})
     assert status(run).state == "finished"
     assert texts(run)["held-out loss"] == "3.2500"
+
+
+def evaluated(run: LiveRun) -> dict[str, float]:
+    return {n: v for n, v in status(run).values.items() if n.startswith("eval/")}
+
+
+def test_values_of_held_out_text_are_all_of_one_evaluation(run):
+    first = {"eval/loss": 3.0, "eval/perplexity": math.exp(3.0), "eval/bits_per_byte": 1.2}
+    run.log(5, **first, **{"eval/domain/a/loss": 3.0, "eval/seconds": 9.0})
+    second = {"eval/loss": 2.5, "eval/perplexity": math.exp(2.5), "eval/bits_per_byte": 1.0}
+    run.log(10, **second, **{"eval/domain/b%2Fc/loss": 2.5})
+    run.log(13)
+    assert evaluated(run) == second | {"eval/domain/b%2Fc/loss": 2.5}
+    final = {"loss": 2.0, "perplexity": math.exp(2.0), "bits_per_byte": 0.9, "tokens": 100}
+    domains = [{"domain": "b/c", "loss": 2.0, "perplexity": math.exp(2.0), "tokens": 100}]
+    summary = {"steps": 13, "evaluation": final | {"domains": domains}}
+    write_json_atomic(run.path / "metrics.json", summary | {"ema_evaluation": {"loss": 1.5}})
+    assert evaluated(run) == {
+        "eval/loss": 2.0,
+        "eval/perplexity": math.exp(2.0),
+        "eval/bits_per_byte": 0.9,
+        "eval/ema_loss": 1.5,
+        "eval/domain/b%2Fc/loss": 2.0,
+    }
+    run.log(20, **first)  # trained on, beyond the end that the summary is of
+    assert evaluated(run) == first
+
+
+def test_an_evaluation_before_the_newest_lines_is_found_whole(run, monkeypatch):
+    values = {"eval/loss": 3.0, "eval/perplexity": math.exp(3.0), "eval/bits_per_byte": 1.2}
+    run.log(1, **values)
+    run.log(*range(2, 100))
+    monkeypatch.setattr("cdrmix.live.runs._NEWEST_BYTES", 2_000)
+    found = ServedRun("run", run.path).status().values
+    assert {n: v for n, v in found.items() if n.startswith("eval/")} == values
 
 
 def test_a_run_on_another_host_lives_as_long_as_lines_come(run):
