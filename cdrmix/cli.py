@@ -159,7 +159,7 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     flag("--nodes", type=int, metavar="N", required=True, help="number of nodes")
     devices = "devices, and ranks, of each"
     flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
-    presets = "a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
+    presets = "a100-80, h100-80, h200-141, mi250x-64, mi300x-192, rtx4090-24 or cpu"
     flag("--gpu", metavar="PRESET", help=presets)
     memory = (
         "memory of a device as torch reports it; without --gpu, the speed assumed is that of the "

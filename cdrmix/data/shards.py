@@ -288,19 +288,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     partial.replace(folder / MANIFEST_FILE)
 
 
-def read_manifest(folder: Path, *, given_as: str = "data.path") -> Manifest:
+def read_manifest(
+    folder: Path, *, given_as: str = "data.path", recipe: str | None = None
+) -> Manifest:
     """Reads the manifest of a built folder; a DataError if it is missing or of another format.
 
-    `given_as` is what the user named the folder by: the key, or an argument of a verb.
+    Args:
+        given_as: what the user named the folder by: the key, or an argument of a verb.
+        recipe: shipped recipe that the folder is to be built by (`data.recipe`), for the advice.
     """
     path = folder / MANIFEST_FILE
     try:
         return Manifest.model_validate_json(read_regular(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         sample = "'sample' or " if given_as == "data.path" else ""  # of the key alone
+        command = "cdrmix data sample"
+        if recipe is not None:
+            words = ("--config", f"model_configs/data/{recipe}.yaml", "--out", str(folder))
+            command = shlex.join(["cdrmix", "data", "build", *words])
         raise DataError(
             f"{path}: not found. {given_as} must be {sample}a folder of token shards, "
-            "which holds this file; `cdrmix data sample` builds one."
+            f"which holds this file; `{command}` builds one."
         ) from None
     except OSError as error:
         raise DataError(unreadable(path, error)) from error

@@ -456,7 +456,10 @@ RULES: tuple[Rule, ...] = (
 WARNINGS: tuple[Rule, ...] = (
     Rule(
         "warm-up-outlasts-the-run",
-        lambda x: x.training.warmup_steps >= x.training.num_steps,
+        lambda x: (
+            x.training.stage != "b"  # whose phases have their own
+            and x.training.warmup_steps >= x.training.num_steps
+        ),
         lambda x: (
             f"training.warmup_steps = {x.training.warmup_steps} with a run of "
             f"{x.training.num_steps} steps: the peak learning rate is never reached. Try "

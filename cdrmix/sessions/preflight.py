@@ -175,7 +175,7 @@ def _data_problems(config: Config) -> list[TrainingError]:
             return []
     found: list[TrainingError] = []
     with _noted(found):
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, recipe=config.data.recipe)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
         if base is not None and base.is_dir():

@@ -35,6 +35,15 @@ IN_FRONT = ("--set", "checkpoint.background=false")
 REASONING = "model_configs/cdrmix-reason-1b.yaml"
 
 
+def test_max_steps_without_a_stage_a_are_warned_of(
+    small_corpus: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--set", "training.stage=b", "--set", "stage_b.run=nowhere", "--max-steps", "2"]
+    config = "model_configs/cdrmix-reason-tiny.yaml"
+    text = refused(arguments(small_corpus, run_dir, *more, config=config), capfd)
+    assert "warning: --max-steps counts steps of Stage A, which this run has none of" in text
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

@@ -480,6 +480,9 @@ def test_a_warm_up_longer_than_the_run_is_advised_against_but_runs() -> None:
     check(given)
     (line,) = advise(given)
     assert "the peak learning rate is never reached. Try training.warmup_steps = 2" in line
+    # It is that of Stage A.
+    of_stage_b = reasoning("training.max_steps=20", "training.stage=b")
+    assert not any("peak learning rate" in each for each in advise(of_stage_b))
 
 
 def test_bf16_on_a_cpu_is_advised_against_but_runs() -> None:

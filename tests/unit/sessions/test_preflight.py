@@ -125,6 +125,14 @@ def test_a_data_set_that_does_not_fit(settings: list[str], told: str, data: Path
     assert len(text.splitlines()) == 1
 
 
+def test_the_recipe_of_a_variant_is_named_where_its_data_are_missing(tmp_path: Path) -> None:
+    there = tmp_path / "no data"
+    config = load_config(TINY, [f"data.path={there}", "data.recipe=standard"])
+    told = refusal(config, DataError)
+    command = f"cdrmix data build --config model_configs/data/standard.yaml --out '{there}'"
+    assert f"`{command}` builds one" in told
+
+
 def test_a_damaged_tokenizer_and_a_mistake_are_told_together(data: Path) -> None:
     (data / "tokenizer.json").unlink()
     text = refusal(small(data, "model.vocab_size=256"), DataError)
