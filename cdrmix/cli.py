@@ -32,6 +32,7 @@ from cdrmix.verbs.flags import (
     add_config_flags,
     add_weights_flag,
     at_least,
+    check_run,
 )
 from cdrmix.verbs.live_verbs import add_serve, add_watch
 from cdrmix.verbs.plugins_verb import add_plugins
@@ -253,6 +254,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         parser.error("--accept-threshold goes with --branches")
     if arguments.faiss and not arguments.index:
         parser.error("--faiss goes with --index")
+    check_run(arguments.run_dir)
     flags = {name: getattr(arguments, name) for name in _SAMPLING}
     sampling = {name: value for name, value in flags.items() if value is not None}
     if not arguments.memory:

@@ -104,6 +104,11 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     """
     _refuse_data_set(source)
     newest = store.find_newest(source)
+    if newest is None and (source / "config.json").is_file():
+        raise StateError(
+            f"{source}: holds no checkpoint: it is a model for transformers, which loads it; "
+            "`cdrmix evaluate` takes it too. Give the run directory that it was exported from"
+        )
     if newest is None:
         raise StateError(
             f"{source}: holds no checkpoint. Give a run directory that has trained to its first "

@@ -7,7 +7,6 @@ not at all.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from cdrmix.checkpoint.trained_run import checkpoint_place, config_of, newest_ch
 from cdrmix.data.folders import locked, new_folder, remove_unfinished, sync
 from cdrmix.errors import StateError
 from cdrmix.export.hugging_face_run import HuggingFaceRun, weights_of
-from cdrmix.export.manifest import write_export_manifest
+from cdrmix.export.manifest import refuse_existing, write_export_manifest
 from cdrmix.export.peft_adapter import AdapterExport
 from cdrmix.export.rwkx_run import RwkxRun
 
@@ -89,7 +88,7 @@ def export_run(
             be written.
         DataError: if its tokenizer is damaged.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     found = newest_checkpoint(checkpoint_place(source, checkpoint))
     return export_checkpoint(
         found, out, format=format, max_shard_bytes=max_shard_bytes, weights=weights, base=base
@@ -124,7 +123,7 @@ def export_checkpoint(
                         "--out"
                     )
                 try:
-                    _refuse_existing(out)  # another export may have ended meanwhile
+                    refuse_existing(out)  # another export may have ended meanwhile
                     remove_unfinished(out)  # of killed exports: the lock is held
                     with new_folder(out) as folder:
                         exported = _write(folder, described, max_shard_bytes, format)
@@ -137,11 +136,6 @@ def export_checkpoint(
             "this, or give another --out"
         ) from error
     return exported
-
-
-def _refuse_existing(out: Path) -> None:
-    if os.path.lexists(out):
-        raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
 
 
 def _describe(

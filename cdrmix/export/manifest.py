@@ -15,6 +15,12 @@ from cdrmix.errors import StateError
 MANIFEST_FILE = "MANIFEST.json"
 
 
+def refuse_existing(out: Path) -> None:
+    """Raises StateError if there is something where an export is to be written."""
+    if os.path.lexists(out):
+        raise StateError(f"{out}: exists, and an export is never written over. Give another --out")
+
+
 def write_export_manifest(folder: Path, records: Mapping[str, FileRecord]) -> FileRecord:
     """Writes path, size in bytes and sha256 of each file, sorted by path; gives its own record."""
     files = [

@@ -12,7 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import Verbs, add_base_flag, add_checkpoint_flag, add_weights_flag
+from cdrmix.verbs.flags import (
+    Verbs,
+    add_base_flag,
+    add_checkpoint_flag,
+    add_weights_flag,
+    check_run,
+)
 
 
 def add_export(verbs: Verbs) -> None:
@@ -67,6 +73,10 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
         parser.error("--format gguf writes one file: leave out --max-shard-gib")
     if arguments.base is not None and (arguments.format or "hf") != "hf":
         parser.error("--base goes with --format hf, which merges adapters into it")
+    from cdrmix.export.manifest import refuse_existing
+
+    check_run(arguments.run_dir)
+    refuse_existing(arguments.out)
     # TERM stops as Ctrl-C does, which clears what is half written.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signal.default_int_handler) for number in stops}

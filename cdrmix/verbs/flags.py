@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, StateError
 
 # argparse has no public name for it, and its class cannot be indexed where Python runs.
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -174,6 +174,15 @@ def add_base_flag(parser: argparse.ArgumentParser) -> None:
         "it; compared by its digest"
     )
     parser.add_argument("--base", type=Path, metavar="DIR", help=folder)
+
+
+def check_run(place: Path) -> None:
+    """Refuses a run directory or checkpoint that is not there, before torch is imported for it."""
+    if not place.exists():
+        raise StateError(
+            f"{place}: there is no such folder, and it holds no checkpoint. Give a run directory, "
+            "or one of its checkpoints/<step> folders"
+        )
 
 
 def add_plugins_flag(parser: argparse.ArgumentParser) -> None:

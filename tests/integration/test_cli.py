@@ -180,6 +180,7 @@ def test_config_prints_what_a_run_would_take(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["evaluate", "/nowhere"], "/nowhere: there is no such folder. Give a run directory"),
+        (["generate", "/nowhere"], "/nowhere: there is no such folder, and it holds no checkpoint"),
         (["generate", ROOT / "docs"], "docs: holds no checkpoint. Give a run directory"),
         (["report", "/nowhere"], "/nowhere/metrics.jsonl: not found"),
         (

@@ -178,6 +178,9 @@ def test_verify_names_what_differs(made: Path, tmp_path: Path, damage: str) -> N
 def test_what_cannot_be_exported_is_refused_in_one_message(made: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "empty").mkdir()
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "config.json").write_text("{}")
     damaged = tmp_path / "damaged"
     shutil.copytree(made, damaged)
     shard = damaged / "checkpoints" / "7" / "rank-00000.safetensors"
@@ -186,6 +189,7 @@ def test_what_cannot_be_exported_is_refused_in_one_message(made: Path, tmp_path:
         (made, tmp_path / "there", 2, "exists, and an export is never written over"),
         (tmp_path / "empty", tmp_path / "out", 2, "holds no checkpoint"),
         (tmp_path / "nothing", tmp_path / "out", 2, "holds no checkpoint"),
+        (exported, tmp_path / "out", 2, "holds no checkpoint: it is a model for transformers"),
         (damaged, tmp_path / "out", 3, "every checkpoint is damaged"),
         (made, damaged / "tokenizer.json" / "out", 2, "tokenizer.json: File exists"),
         (made, made / "checkpoints" / "8", 2, "lies among the checkpoints of the run"),
