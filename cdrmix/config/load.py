@@ -60,6 +60,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     and overrides, one to a line."""
     path = Path(path)
     values = parse_yaml(read_config_text(path), place=str(path))
+    if isinstance(values, dict) and "sources" in values and "model" not in values:
+        raise ConfigError(
+            f"{path}: is a data recipe, not the configuration of a model. Build it with `cdrmix data "
+            f"build --config {path} --out DIR`, and give --set data.path=DIR. Shipped configurations "
+            f"are in {shipped('model_configs')}"
+        )
     return resolve(with_plugin_folder(values, path), overrides, place=str(path), trusted=True)
 
 

@@ -133,6 +133,10 @@ def test_the_configuration_of_a_model_is_no_recipe() -> None:
     model = shipped("model_configs") / "cdrmix-core-tiny.yaml"
     with pytest.raises(ConfigError, match="is the configuration of a model, not a data recipe"):
         load_recipe(model)
+    recipe = shipped("model_configs/data") / "python.yaml"
+    with pytest.raises(ConfigError, match="is a data recipe, not the configuration") as caught:
+        load_config(recipe)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_step_with_another_list_is_another_step(recipe_file: Path, tmp_path: Path) -> None:
