@@ -62,9 +62,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     values = parse_yaml(read_config_text(path), place=str(path))
     if isinstance(values, dict) and "sources" in values and "model" not in values:
         raise ConfigError(
-            f"{path}: is a data recipe, not the configuration of a model. Build it with `cdrmix data "
-            f"build --config {path} --out DIR`, and give --set data.path=DIR. Shipped configurations "
-            f"are in {shipped('model_configs')}"
+            f"{path}: is a data recipe, not the configuration of a model. Build it with `cdrmix "
+            f"data build --config {path} --out DIR`, and give --set data.path=DIR. Shipped "
+            f"configurations are in {shipped('model_configs')}"
         )
     return resolve(with_plugin_folder(values, path), overrides, place=str(path), trusted=True)
 
