@@ -147,6 +147,18 @@ def _changes(compared: Comparison) -> Iterator[str]:
     if adapters := with_adapters(compared.config, cluster, compared.profile):
         yield adapters
     most = zero.most_recomputed(compared.config.model)
+    least: dict[str, Any] = {"micro_batch_size": training.fixed_micro_batch_size or 1}
+    if "activation_checkpointing" not in training.model_fields_set:
+        least["activation_checkpointing"] = most
+    # only the smallest layouts: a tenth of the time of a whole search
+    lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
+    if (fewer := _with_fewer_ranks(lean, cluster)) is not None:
+        ranks = f"{fewer.gpus_per_node} rank{'s' * (fewer.gpus_per_node > 1)}"
+        yield (
+            f"would fit with {ranks} a host (--nproc {fewer.gpus_per_node}), which have "
+            f"{fewer.memory_gib:.1f} GiB each"
+        )
+        return
     if not plan.recomputes_blocks:
         yield f"would take less with training.activation_checkpointing = {most}"
     if training.fixed_micro_batch_size is not None and training.fixed_micro_batch_size > 1:
@@ -154,11 +166,6 @@ def _changes(compared: Comparison) -> Iterator[str]:
     memory, _ = plan.estimates()
     if memory.checkpoint and not memory.fits_host(cluster, share=compared.config.resources.share):
         yield "would take less of a host with checkpoint.background = false"
-    least: dict[str, Any] = {"micro_batch_size": training.fixed_micro_batch_size or 1}
-    if "activation_checkpointing" not in training.model_fields_set:
-        least["activation_checkpointing"] = most
-    # only the smallest layouts: a tenth of the time of a whole search
-    lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
     has_wider = False
     for wider in _wider_clusters(cluster):
         if any(each.fits and not each.missing for each in search(lean, wider)):
@@ -180,6 +187,18 @@ def _changes(compared: Comparison) -> Iterator[str]:
         host_gib = math.ceil(on_host / compared.config.resources.share / GIB)
         needs.append(f"with {host_gib:,} GiB a host")
     yield f"would fit {', '.join(needs)}"
+
+
+def _with_fewer_ranks(lean: Config, cluster: Cluster) -> Cluster | None:
+    """The most ranks on processors, which share a host's memory, with which it fits; None: none."""
+    ranks = cluster.gpus_per_node // 2 if cluster.device == "cpu" else 0
+    while ranks:
+        share = cluster.memory_gib * cluster.gpus_per_node / ranks
+        fewer = replace(cluster, gpus_per_node=ranks, memory_gib=share)
+        if any(each.fits and not each.missing for each in search(lean, fewer)):
+            return fewer
+        ranks //= 2
+    return None
 
 
 def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:

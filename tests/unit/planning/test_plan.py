@@ -199,6 +199,15 @@ def test_recomputation_that_was_refused_is_not_planned() -> None:
     assert "would take less with training.activation_checkpointing = block" in made.changes
 
 
+def test_processors_that_share_too_little_memory_are_told_of_fewer_ranks() -> None:
+    crowded = make_cluster(nodes=1, gpus_per_node=32, gpu="cpu", gpu_memory_gib=0.4)
+    made = compare(config("core-tiny"), crowded)
+    assert not made.fits
+    assert made.changes == ("would fit with 8 ranks a host (--nproc 8), which have 1.6 GiB each",)
+    roomier = make_cluster(nodes=1, gpus_per_node=8, gpu="cpu", gpu_memory_gib=1.6)
+    assert compare(config("core-tiny"), roomier).fits
+
+
 @pytest.mark.parametrize(("scale", "params"), [("40b", "114B"), ("200b", "679B")])
 def test_recomputation_of_a_large_model_cannot_be_turned_off(scale: str, params: str) -> None:
     with pytest.raises(PlanError) as caught:
