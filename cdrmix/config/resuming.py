@@ -171,10 +171,14 @@ def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _no_file(run_dir: Path | None, resume: str) -> ConfigError:
-    why = {
-        "never": "",
-        "auto": f"; --resume auto: {run_dir} holds no run yet, whose own would be taken",
-    }.get(resume, f"; --resume {resume}: no checkpoint or run directory there")
+    if resume not in ("never", "auto"):
+        return ConfigError(
+            f"--resume {resume}: no checkpoint or run directory there, whose configuration would be "
+            "taken. Give the path of one; a new run takes --config FILE"
+        )
+    why = ""
+    if resume == "auto":
+        why = f"; --resume auto: {run_dir} holds no run yet, whose own would be taken"
     own = ". A run to go on with has its own: give --run-dir DIR --resume auto"
     advice = own if resume == "never" else ""
     return ConfigError(f"--config FILE: missing{why}. {shipped_text()}{advice}")

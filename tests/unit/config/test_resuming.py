@@ -45,12 +45,17 @@ def test_an_average_of_the_weights_may_begin_and_end_with_a_start(
 
 
 def test_a_new_run_needs_a_file(tmp_path: Path) -> None:
-    for resume in ("never", "auto", str(tmp_path / "nowhere")):
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no checkpoint or run directory there") as caught:
+        config_of_start(None, [], run_dir=tmp_path, resume=nowhere)
+    assert str(caught.value).startswith(f"--resume {nowhere}: ")
+    why = {"never": "give --run-dir DIR --resume auto", "auto": f"{tmp_path} holds no run yet"}
+    for resume, reason in why.items():
         with pytest.raises(ConfigError, match="--config FILE: missing") as caught:
             config_of_start(None, [], run_dir=tmp_path, resume=resume)
         assert f"Shipped in {TINY.parent}: cdrmix-core-1b, " in str(caught.value)
-        why = {"never": "give --run-dir DIR --resume auto", "auto": f"{tmp_path} holds no run yet"}
-        assert why.get(resume, "no checkpoint or run directory there") in str(caught.value)
+        assert reason in str(caught.value)
+    for resume in (*why, nowhere):
         made = config_of_start(TINY, ["training.seed=7"], run_dir=tmp_path, resume=resume)
         assert made == load_config(TINY, ["training.seed=7"])
     with pytest.raises(ConfigError, match="needs --run-dir"):
