@@ -173,8 +173,8 @@ def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:
 def _no_file(run_dir: Path | None, resume: str) -> ConfigError:
     if resume not in ("never", "auto"):
         return ConfigError(
-            f"--resume {resume}: no checkpoint or run directory there, whose configuration would be "
-            "taken. Give the path of one; a new run takes --config FILE"
+            f"--resume {resume}: no checkpoint or run directory there, whose configuration would "
+            "be taken. Give the path of one; a new run takes --config FILE"
         )
     why = ""
     if resume == "auto":
