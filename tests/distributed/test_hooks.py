@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.small_run import STEPS, arguments, before_step, overrides, refused, s
 
 # Between these two steps nothing is saved or evaluated.
 QUIET = (6, 7)
+SECONDS_TO_END = 10  # of all ranks, once a hook has failed on one of them
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
 
 
@@ -275,9 +278,18 @@ def test_a_hook_that_fails_on_rank_1_alone_ends_all_ranks_with_one_message(
     for rank in (0, 1):
         (error,) = [note for note in notes(run_dir, rank) if note[0] == "error"]
         assert error[2] == "HookError" and error[3].startswith(told)
+        # Both ranks have ended: nobody waits for a rank that is gone.
+        noted = (run_dir / f"notes-noting-{rank}.jsonl").stat().st_mtime
+        assert noted - time_of_traceback(log) < SECONDS_TO_END
     if event == "step":  # what was trained is worth keeping
         assert [note[0] for note in notes(run_dir, 1)][-2:] == ["checkpoint", "error"]
         assert (run_dir / "checkpoints" / "3").is_dir()
+
+
+def time_of_traceback(log: str) -> float:
+    """Seconds since the epoch of the line of a log that begins a traceback."""
+    (line,) = re.findall(r"(.*)\nTraceback", log)
+    return datetime.strptime(line.partition(",")[0], "%Y-%m-%d %H:%M:%S").timestamp()
 
 
 def test_hooks_that_may_fail_are_switched_off_on_all_ranks(
