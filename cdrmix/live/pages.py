@@ -187,7 +187,8 @@ def _series(run: ServedRun, columns: MetricColumns, metric: str) -> tuple[np.nda
     final = (summary.get("evaluation") or {}).get("loss")
     if not isinstance(final, int | float):
         return steps, values
-    return np.append(steps, last), np.append(values, final)
+    place = np.searchsorted(steps, last)  # not the end, in a run that was made longer
+    return np.insert(steps, place, last), np.insert(values, place, final)
 
 
 def _differences(chosen: Sequence[ServedRun]) -> list[tuple[str, list[str]]]:

@@ -81,7 +81,9 @@ class RecordedRun:
         # An evaluation of the last step on the way is the same point of the curve.
         if final is None or last is None or last in steps:
             return steps, values
-        return np.append(steps, float(last)), np.append(values, float(final))
+        # Where the run was made longer, later steps have been evaluated by now.
+        place = np.searchsorted(steps, last)
+        return np.insert(steps, place, last), np.insert(values, place, final)
 
     def latest(self, name: str) -> float | None:
         """Returns the last logged value of a metric."""

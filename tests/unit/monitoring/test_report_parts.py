@@ -15,6 +15,7 @@ from cdrmix.monitoring.page import leaves
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Moment, line_plot
 from cdrmix.monitoring.provenance_page import mixture_in_words
+from cdrmix.monitoring.report import read_run
 from cdrmix.monitoring.sinks import write_json_atomic
 from tests.unit.monitoring.test_report import PLAN, Page, kinds_of_tables, make_run, report_of
 
@@ -201,6 +202,13 @@ def test_losses_by_domain_are_listed_and_drawn(tmp_path):
     assert "Bars: nats per token." in page.text
     figure = source[source.index("<figcaption>code") :]
     assert "2.500</text>" in figure[: figure.index("</svg>")], "the curve ends with the final loss"
+
+
+def test_a_final_evaluation_stands_at_its_step_in_a_run_that_was_made_longer(tmp_path):
+    folder = run_with(tmp_path, start(1))
+    write_json_atomic(folder / "metrics.json", {"steps": 6})
+    steps, values = read_run(folder).with_final(np.array([4.0, 8.0]), np.array([3.0, 1.0]), 2.0)
+    assert (steps.tolist(), values.tolist()) == ([4.0, 6.0, 8.0], [3.0, 2.0, 1.0])
 
 
 def test_routing_that_is_not_judged_yet_is_not_called_healthy(tmp_path):
