@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
+from cdrmix.planning.cluster import PRESETS
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.compare_verb import add_compare
 from cdrmix.verbs.data_verbs import add_data
@@ -160,8 +161,8 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     flag("--nodes", type=int, metavar="N", required=True, help="number of nodes")
     devices = "devices, and ranks, of each"
     flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
-    presets = "a100-80, h100-80, h200-141, mi250x-64, mi300x-192, rtx4090-24 or cpu"
-    flag("--gpu", metavar="PRESET", help=presets)
+    *others, last = PRESETS
+    flag("--gpu", metavar="PRESET", help=f"{', '.join(others)} or {last}")
     memory = (
         "memory of a device as torch reports it; without --gpu, the speed assumed is that of the "
         "smallest GPU above with as much"
@@ -254,7 +255,6 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         parser.error("--accept-threshold goes with --branches")
     if arguments.faiss and not arguments.index:
         parser.error("--faiss goes with --index")
-    check_run(arguments.run_dir)
     flags = {name: getattr(arguments, name) for name in _SAMPLING}
     sampling = {name: value for name, value in flags.items() if value is not None}
     if not arguments.memory:
@@ -263,8 +263,6 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             parser.error(
                 "--file, --question, --show-memory, --branches and --index go with --memory"
             )
-        from cdrmix.evaluation.trained import continue_speculating, continue_text
-
         settings = _SAMPLING | sampling
         settings |= {"weights": arguments.weights or "trained"}
         if arguments.speculate:
@@ -274,9 +272,14 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
                     "without --base and --seed, and with --temperature 0 alone"
                 )
             settings = {name: settings[name] for name in ("max_new_tokens", "weights")}
-            text = continue_speculating(_checkpoint_place(arguments), arguments.prompt, **settings)
+            place = _checkpoint_place(arguments)
+            from cdrmix.evaluation.trained import continue_speculating
+
+            text = continue_speculating(place, arguments.prompt, **settings)
         else:
             place = _checkpoint_place(arguments)
+            from cdrmix.evaluation.trained import continue_text
+
             text = continue_text(place, arguments.prompt, base=arguments.base, **settings)
         print(arguments.prompt + text)
         return
@@ -285,6 +288,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             "--base, --weights, --max-new-tokens, --temperature, --seed and --speculate go without "
             "--memory"
         )
+    place = _checkpoint_place(arguments)
     from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
     from cdrmix.stage_b.long_context import load_reader
 
@@ -292,7 +296,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     # The text first: a file that cannot be read is told before the reader is loaded.
     text = read_question_text(arguments.file) if arguments.file else arguments.prompt
     answer = answer_with(
-        load_reader(_checkpoint_place(arguments), accept_threshold=arguments.accept_threshold),
+        load_reader(place, accept_threshold=arguments.accept_threshold),
         text,
         arguments.question,
         branches=arguments.branches,
@@ -307,10 +311,14 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _checkpoint_place(arguments: argparse.Namespace) -> Path:
-    """Place of the checkpoint that a verb is to load."""
-    from cdrmix.checkpoint.trained_run import checkpoint_place
+    """Place of the checkpoint that a verb is to load; refused before torch is imported if there is
+    none."""
+    from cdrmix.checkpoint.trained_run import check_holds_checkpoint, checkpoint_place
 
-    return checkpoint_place(arguments.run_dir, arguments.checkpoint or "last")
+    check_run(arguments.run_dir)
+    place = checkpoint_place(arguments.run_dir, arguments.checkpoint or "last")
+    check_holds_checkpoint(place)
+    return place
 
 
 def add_report(verbs: Verbs) -> None:

@@ -2,33 +2,36 @@
 
 A checkpoint may be of an untrusted author. Its configuration describes the model, but no URL in it
 is opened, nothing is written to its paths, and its tokenizer is checked by digest.
+
+torch is imported by what reads a checkpoint alone: verbs ask here first if there is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
-from cdrmix.checkpoint import store
-from cdrmix.checkpoint.base_model import base_folder, run_of
-from cdrmix.checkpoint.candidates import step_folders
-from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.candidates import candidates, step_folders
 from cdrmix.checkpoint.files import read_json
 from cdrmix.checkpoint.held_out import LOSS, best_checkpoint
 from cdrmix.cluster.start_records import recorded_data
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import read_manifest
-from cdrmix.data.tokenizer import TOKENIZER_FILE
+from cdrmix.data.tokenizer_base import TOKENIZER_FILE
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
 from cdrmix.planning.counts import trained_params
+
+if TYPE_CHECKING:
+    from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+    from cdrmix.checkpoint.store import FoundCheckpoint
 
 logger = get_logger(__name__)
 
@@ -51,6 +54,7 @@ def checkpoint_place(source: Path, which: str) -> Path:
     root = source / "checkpoints"
     wanted = "the best checkpoint" if which == "best" else f"step {which}"
     if not root.is_dir():
+        _refuse_export(source)
         raise StateError(
             f"{source}: has no checkpoints folder to look for {wanted} in. Give the run directory, "
             "or this checkpoint without --checkpoint"
@@ -94,7 +98,22 @@ def _nothing_evaluated(source: Path) -> StateError:
     )
 
 
-def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
+def check_holds_checkpoint(source: Path) -> None:
+    """Raises StateError if nothing in a run directory or checkpoint looks like one; no torch."""
+    _refuse_data_set(source)
+    if not candidates(source):
+        raise _no_checkpoint(source)
+
+
+def _no_checkpoint(source: Path) -> StateError:
+    _refuse_export(source)
+    return StateError(
+        f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
+        "save, or one of its checkpoints/<step> folders"
+    )
+
+
+def newest_checkpoint(source: Path) -> FoundCheckpoint:
     """Finds the newest checkpoint under `source` that verifies, and warns of those passed over.
 
     Args:
@@ -103,17 +122,11 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
         StateError: if there is none, or `source` is a data set.
     """
     _refuse_data_set(source)
-    newest = store.find_newest(source)
-    if newest is None and (source / "config.json").is_file():
-        raise StateError(
-            f"{source}: holds no checkpoint: it is a model for transformers, which loads it; "
-            "`cdrmix evaluate` takes it too. Give the run directory that it was exported from"
-        )
+    from cdrmix.checkpoint.store import find_newest
+
+    newest = find_newest(source)
     if newest is None:
-        raise StateError(
-            f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
-            "save, or one of its checkpoints/<step> folders"
-        )
+        raise _no_checkpoint(source)
     for name, reason in newest.skipped:
         logger.warning("skipped checkpoint %s: %s", name, reason)
     return newest
@@ -131,6 +144,20 @@ def _refuse_data_set(folder: Path) -> None:
     )
 
 
+def _refuse_export(folder: Path) -> None:
+    """Says of a folder without checkpoints what it is, where `cdrmix export` may have made it."""
+    if (folder / "config.json").is_file():
+        raise StateError(
+            f"{folder}: holds no checkpoint: it is a model for transformers, which loads it; "
+            "`cdrmix evaluate` takes it too. Give the run directory that it was exported from"
+        )
+    if (folder / "MANIFEST.json").is_file():
+        raise StateError(
+            f"{folder}: holds no checkpoint: it is an export for other programs, which load it. "
+            "Give the run directory that it was exported from"
+        )
+
+
 def config_of(reader: CheckpointFile, *, base: Path | None = None) -> Config:
     """Reads the configuration of a checkpoint, whose model is no larger than what is saved there.
 
@@ -140,6 +167,8 @@ def config_of(reader: CheckpointFile, *, base: Path | None = None) -> Config:
         StateError: if there is none, or one that this version or the checkpoint does not fit, or
             `base` is given for a run without adapters.
     """
+    from cdrmix.checkpoint.base_model import base_folder, run_of
+
     path = reader.path / "state.json"
     try:
         config = Config.model_validate(reader.state["config"])
@@ -165,8 +194,8 @@ def config_of(reader: CheckpointFile, *, base: Path | None = None) -> Config:
         config = config.model_copy(update={"model": model})
     # Checked before a model is made: a configuration of terabytes would take all memory.
     names = reader.names()
-    sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
-    available = sum(map(torch.Size.numel, sizes))
+    shapes = (reader.shape(name, reader.content_kind(name)) for name in names)
+    available = sum(map(math.prod, shapes))
     # of adapters alone: the frozen rest is in the folder of the base
     needed = trained_params(config.model)
     if needed > available:

@@ -242,7 +242,7 @@ def held_out_folder(
                 f"{folder}: is a cache of a data set behind a URL, which would be opened for what "
                 "is missing. Give --data with that URL, or a whole folder"
             )
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, given_as="data.path" if data is None else "--data")
     if tokenizer_digest not in (None, manifest.tokenizer.sha256):
         raise DataError(
             f"{folder}: its tokens are of another tokenizer than the model's: sha256 "

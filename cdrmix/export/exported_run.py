@@ -20,6 +20,7 @@ from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.checkpoint.trained_run import checkpoint_place, config_of, newest_checkpoint
 from cdrmix.data.folders import locked, new_folder, remove_unfinished, sync
 from cdrmix.errors import StateError
+from cdrmix.export.format_check import check_format
 from cdrmix.export.hugging_face_run import HuggingFaceRun, weights_of
 from cdrmix.export.manifest import refuse_existing, write_export_manifest
 from cdrmix.export.peft_adapter import AdapterExport
@@ -143,15 +144,11 @@ def _describe(
 ) -> Exportable:
     """Reads all but the tensors, and checks that they are those of the exported model."""
     config = config_of(reader, base=base)
+    check_format(format, config.model, found.path)
     if format == "peft":
         return AdapterExport(found, reader, config)
     if config.model.kind == "rwkx":
         return RwkxRun(found, reader, config, format)
-    if format != "hf":
-        raise StateError(
-            f"{found.path}: is of a Hugging Face model, which --format {format} is not for. Try "
-            "--format hf"
-        )
     return HuggingFaceRun(found, reader, config, weights_of(reader, config, base=base))
 
 

@@ -10,7 +10,6 @@ import torch
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import FileRecord
 from cdrmix.config.model import ModelConfig
-from cdrmix.errors import StateError
 from cdrmix.export import fla
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.gguf_file import (
@@ -29,24 +28,13 @@ from cdrmix.export.hugging_face import (
     tokenizer_text,
 )
 from cdrmix.export.weights import Target, plain_target, write_weights
-from cdrmix.export.widened import check_rwkv_alone, widened_targets
-
-FORMATS = ("hf", "fla", "gguf", "peft")
-"""peft is for the adapters of a Hugging Face model, fla and gguf are for RWKX-V."""
+from cdrmix.export.widened import widened_targets
 
 
-def check_format(format: str, model: ModelConfig) -> None:
-    """Raises StateError unless the format can hold the model and be written here."""
-    if model.mod is not None:
-        raise StateError(
-            f"format {format} cannot hold a model with model.mod: programs that read it run every "
-            "block on every token, and keep keys and values of all of them. Use `cdrmix generate` "
-            "and `cdrmix evaluate`, which read the checkpoint"
-        )
+def check_writable(format: str, model: ModelConfig) -> None:
+    """Raises StateError unless a format that is for the model can be written here."""
     if format == "hf":
         check_translatable(model)
-    else:
-        check_rwkv_alone(model, format)
     if format == "gguf":
         check_gguf()
 

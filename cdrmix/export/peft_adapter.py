@@ -189,11 +189,7 @@ class AdapterExport:
     left_out: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: FoundCheckpoint, reader: CheckpointFile, config: Config) -> None:
-        """Raises StateError if the run has no adapters, otherwise as `RunAdapters`."""
-        if config.model.lora is None:
-            raise StateError(
-                f"{checkpoint.path}: is of a run without adapters (model.lora). Try --format hf"
-            )
+        """Raises StateError as `RunAdapters`; the run has adapters."""
         self.checkpoint = checkpoint
         self._state = reader.state
         self._adapters = RunAdapters(reader, config)

@@ -16,8 +16,8 @@ from cdrmix.checkpoint.trained_run import tokenizer_of
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.export.formats import (
-    check_format,
     check_format_of_tokenizer,
+    check_writable,
     layout,
     write_model,
 )
@@ -77,7 +77,7 @@ class RwkxRun:
             StateError: if the format cannot hold the model, or the checkpoint is of another one.
             DataError: if its tokenizer is damaged.
         """
-        check_format(format, config.model)
+        check_writable(format, config.model)
         self.checkpoint = checkpoint
         self.dtype = DTYPES[config.training.precision]
         self._reader = reader

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 
 import torch
 
-from cdrmix.config.model import ModelConfig
-from cdrmix.errors import StateError
 from cdrmix.export.configuration_cdrmix import CDRMixConfig
 from cdrmix.export.weights import Part, Target
 
@@ -28,28 +26,6 @@ _HALF = (1, 0)  # there, and zero in the second half
 _BOTH = (1, -1)
 _LOW_RANK = {"decay": "w", "iclr": "a", "value": "v", "gate": "g"}
 _PROJECTIONS = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj"}
-
-
-def check_rwkv_alone(model: ModelConfig, name: str) -> None:
-    """Raises StateError unless the format `name` can hold the model."""
-    kinds = model.layer_kinds()
-    reasons = []
-    if others := kinds.count("transformer"):
-        share = f"{others} of {len(kinds)} (model.transformer_fraction)"
-        reasons.append(f"Transformer blocks are {share}")
-    if unknown := sorted(set(kinds) - {"rwkv", "transformer"}):
-        reasons.append(f"there are blocks of the type {', '.join(unknown)} (model.mixers)")
-    if model.ffn_activation != "squared_relu":
-        reasons.append(f"model.ffn_activation is {model.ffn_activation}")
-    if model.moe is not None:
-        reasons.append(f"each feed-forward has {model.moe.num_experts} experts (model.moe)")
-    if name == "fla" and len(kinds) == 1:
-        reasons.append("there is one block, of which flash-linear-attention makes no RWKV-7")
-    if reasons:
-        raise StateError(
-            f"--format {name} holds dense models of RWKV blocks alone, and here "
-            f"{', and '.join(reasons)}. Give --format hf, which holds every model"
-        )
 
 
 def widened_targets(

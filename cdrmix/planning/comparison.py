@@ -110,6 +110,8 @@ def check_fits(compared: Comparison) -> None:
     if not compared.fits:
         # a layout that this version lacks comes first there, and cannot be tried
         advices = [each for each in compared.changes if each.startswith("would ")]
+        # what is known to be enough before what takes less, stable otherwise
+        advices.sort(key=lambda each: not each.startswith("would fit"))
         # All ways for a Hugging Face model: its user has not chosen its size.
         advice = "; or it ".join(advices if config.model.kind == "hf" else advices[:1])
         raise PlanError(
@@ -159,10 +161,7 @@ def _changes(compared: Comparison) -> Iterator[str]:
             f"{fewer.memory_gib:.1f} GiB each"
         )
         return
-    if not plan.recomputes_blocks:
-        yield f"would take less with training.activation_checkpointing = {most}"
-    if training.fixed_micro_batch_size is not None and training.fixed_micro_batch_size > 1:
-        yield "would take less with training.micro_batch_size = 1"
+    yield from _smaller_settings(compared, most)
     memory, _ = plan.estimates()
     if memory.checkpoint and not memory.fits_host(cluster, share=compared.config.resources.share):
         yield "would take less of a host with checkpoint.background = false"
@@ -189,15 +188,42 @@ def _changes(compared: Comparison) -> Iterator[str]:
     yield f"would fit {', '.join(needs)}"
 
 
+def _smaller_settings(compared: Comparison, most: str) -> Iterator[str]:
+    """Settings in place of given ones that were found to take less; what is not given, the search
+    has tried."""
+    training = compared.config.training
+    changes: list[tuple[str, Any]] = []
+    given = "activation_checkpointing" in training.model_fields_set
+    if given and not compared.plan.recomputes_blocks:
+        changes.append(("activation_checkpointing", most))
+    if training.fixed_micro_batch_size is not None and training.fixed_micro_batch_size > 1:
+        changes.append(("micro_batch_size", 1))
+    size = compared.plan.estimates()[0].of_device(compared.cluster)
+    for key, value in changes:
+        changed = training.model_copy(update={key: value})
+        config = compared.config.model_copy(update={"training": changed})
+        # one that fits comes first, and else the smallest
+        found = [each for each in search(config, compared.cluster) if not each.missing][:1]
+        if found and found[0].fits:
+            yield f"would fit with training.{key} = {value}"
+        elif found and found[0].estimates()[0].of_device(compared.cluster) < size:
+            yield f"would take less with training.{key} = {value}"
+
+
 def _with_fewer_ranks(lean: Config, cluster: Cluster) -> Cluster | None:
-    """The most ranks on processors, which share a host's memory, with which it fits; None: none."""
-    ranks = cluster.gpus_per_node // 2 if cluster.device == "cpu" else 0
-    while ranks:
+    """The most ranks on processors, which share a host's memory, with which it fits; None: none.
+
+    Halves of the given number are tried, and powers of two, which divide most batches.
+    """
+    if cluster.device != "cpu":
+        return None
+    doublings = range(cluster.gpus_per_node.bit_length())
+    numbers = {size for n in doublings for size in (cluster.gpus_per_node >> n, 1 << n)}
+    for ranks in sorted(numbers - {cluster.gpus_per_node}, reverse=True):
         share = cluster.memory_gib * cluster.gpus_per_node / ranks
         fewer = replace(cluster, gpus_per_node=ranks, memory_gib=share)
         if any(each.fits and not each.missing for each in search(lean, fewer)):
             return fewer
-        ranks //= 2
     return None
 
 

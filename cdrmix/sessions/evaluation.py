@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cdrmix import runtime
 from cdrmix.config.evaluation import SuiteName
+from cdrmix.data.shards import read_manifest
 from cdrmix.errors import StateError
 from cdrmix.evaluation.model_folder import kind_of
 from cdrmix.evaluation.suite import (
@@ -77,7 +78,7 @@ def checked_suite(asked: Asked) -> Suite:
     """Makes the suite, and asks if it can run on what there is. No torch.
 
     Raises:
-        ConfigError, DataError: if it cannot.
+        ConfigError, DataError: if it cannot, or there is no data set where one is given.
         StateError: if there is no model to judge, or no folder for the result.
     """
     suite = suite_of(asked.suite)
@@ -85,6 +86,9 @@ def checked_suite(asked: Asked) -> Suite:
     if asked.out is not None and not asked.out.parent.is_dir():
         raise StateError(f"--out {asked.out}: there is no folder {asked.out.parent}. Make it first")
     kind_of(asked.source)
+    data = asked.request.data
+    if data is not None and "://" not in data:
+        read_manifest(Path(data), given_as="--data")
     return suite
 
 

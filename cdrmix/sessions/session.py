@@ -142,7 +142,9 @@ def _announce(start: Start) -> None:
         raise StateError(f"{path}: cannot be written: {error.strerror}") from error
     logger.info("run directory: %s", start.directory.path)
     for reason in start.plan.reasons:
-        logger.info("plan: %s", reason)
+        # the other reasons are those of the layout of Stage A
+        if start.config.training.stage != "b" or reason.startswith("Stage B"):
+            logger.info("plan: %s", reason)
     for warning in start.plan.warnings:
         logger.warning("warning: %s", warning)
     if start.config.training.precision == "bf16" and runtime.use_cpu():

@@ -73,10 +73,7 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
         parser.error("--format gguf writes one file: leave out --max-shard-gib")
     if arguments.base is not None and (arguments.format or "hf") != "hf":
         parser.error("--base goes with --format hf, which merges adapters into it")
-    from cdrmix.export.manifest import refuse_existing
-
-    check_run(arguments.run_dir)
-    refuse_existing(arguments.out)
+    _check_places(arguments)
     # TERM stops as Ctrl-C does, which clears what is half written.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, signal.default_int_handler) for number in stops}
@@ -88,6 +85,16 @@ def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_places(arguments: argparse.Namespace) -> None:
+    """Refuses what needs no torch to be refused, whose import takes seconds."""
+    from cdrmix.export.format_check import check_saved
+    from cdrmix.export.manifest import refuse_existing
+
+    check_run(arguments.run_dir)
+    refuse_existing(arguments.out)
+    check_saved(arguments.run_dir, arguments.checkpoint or "last", arguments.format or "hf")
 
 
 def _write(arguments: argparse.Namespace) -> None:

@@ -13,10 +13,14 @@ import transformers
 from torch.nn import functional as F
 
 from cdrmix import cli
+from cdrmix.config.load import load_config
 from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.errors import DataError
+from cdrmix.evaluation.trained import held_out_folder
 from cdrmix.monitoring.suite_results import read_results
 from cdrmix.verbs.evaluate_verb import add_evaluate, asked_of
 from tests import tiny_suite
+from tests.conftest import TINY
 from tests.hf_models import make_folder
 from tests.made_run import VOCABULARY, made_run
 from tests.unit.data.token_folder import write_token_folder
@@ -165,6 +169,15 @@ def test_flags_of_a_run_do_not_go_with_a_folder(
     assert "is an exported folder, and --checkpoint and --weights choose among" in told
     told = refused(export, "--out", tmp_path / "no" / "x.json", capsys=capsys)
     assert f"there is no folder {tmp_path / 'no'}" in told
+
+
+def test_a_data_set_that_is_not_there_is_told_of_the_flag(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(run, "--data", tmp_path / "no", capsys=capsys)
+    assert f"{tmp_path / 'no' / 'manifest.json'}: not found. --data must be a folder of" in told
+    with pytest.raises(DataError, match="not found. --data must be a folder of token shards"):
+        held_out_folder(load_config(TINY), run, None, str(tmp_path / "no"))
 
 
 def test_data_of_another_tokenizer_are_refused_for_an_export(

@@ -251,6 +251,16 @@ def test_a_page_of_many_tasks_says_how_many_it_draws(tmp_path):
     assert "the first 16 of 60 tasks" in text and "0.5900" in text
 
 
+def test_a_model_without_results_of_a_suite_that_is_asked_for_has_dashes(tmp_path, capsys):
+    runs = [run_of(tmp_path / "a", result()), run_of(tmp_path / "b", result(suite="code"))]
+    rows = compare(runs, ["code"]).rows
+    assert [row.suite for row in rows] == ["code"] * 3
+    assert all(row.cells[0] is None and row.cells[1] is not None for row in rows)
+    assert rows == [row for row in compare(runs).rows if row.suite == "code"]
+    assert cli.main(["compare", *map(str, runs), "--suite", "code"]) == 0
+    assert sum("–" in line for line in capsys.readouterr().out.splitlines()) == 3
+
+
 def wrong_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     """The one message of `cdrmix compare`, which ends with code 2."""
     assert cli.main(["compare", *map(str, words)]) == 2
@@ -265,8 +275,6 @@ def test_what_a_user_gets_wrong_is_one_message(tmp_path, capsys):
     assert "holds no results, neither metrics.json nor" in wrong_of(capsys, run, empty)
     assert f"{tmp_path / 'none'}: not found. Give run" in wrong_of(capsys, run, tmp_path / "none")
     other = run_of(tmp_path / "b", result(suite="code"))
-    wrong = wrong_of(capsys, run, other, "--suite", "code")
-    assert f"{run}: no results of suite code. Write some" in wrong
     wrong = wrong_of(capsys, run, other, "--suite", "cod")
     assert "none of these holds results of it; they hold code, zero-shot" in wrong
     wrong = wrong_of(capsys, run, other, "--suite", "run")

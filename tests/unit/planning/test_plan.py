@@ -17,7 +17,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, make_cluster, processes
-from cdrmix.planning.comparison import Comparison, compare, plan_text
+from cdrmix.planning.comparison import Comparison, check_fits, compare, plan_text
 from cdrmix.planning.profile import choose, with_micro_batch
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
@@ -206,6 +206,28 @@ def test_processors_that_share_too_little_memory_are_told_of_fewer_ranks() -> No
     assert made.changes == ("would fit with 8 ranks a host (--nproc 8), which have 1.6 GiB each",)
     roomier = make_cluster(nodes=1, gpus_per_node=8, gpu="cpu", gpu_memory_gib=1.6)
     assert compare(config("core-tiny"), roomier).fits
+    # of 6, a half, no batch of 8 is a multiple
+    of_twelve = compare(config("core-tiny"), replace(crowded, gpus_per_node=12))
+    assert of_twelve.changes[0].startswith("would fit with 4 ranks a host (--nproc 4)")
+
+
+def test_what_the_search_has_tried_in_vain_is_not_advised() -> None:
+    # one rank alone has too little memory, and the smallest layout recomputes nothing
+    crowded = make_cluster(nodes=1, gpus_per_node=64, gpu="cpu", gpu_memory_gib=0.005)
+    made = compare(config("core-tiny"), crowded)
+    assert not made.plan.recomputes_blocks
+    assert not any("activation_checkpointing" in each for each in made.changes)
+
+
+def test_what_is_enough_is_advised_before_what_takes_less() -> None:
+    small = make_cluster(nodes=1, gpus_per_node=1, gpu="cpu", gpu_memory_gib=0.4)
+    made = compare(config("core-tiny", "training.micro_batch_size=8"), small)
+    assert "would take less with training.micro_batch_size = 1" in made.changes
+    with pytest.raises(PlanError, match="What to try: it would fit on 1 device of 2 GiB$"):
+        check_fits(made)
+    roomier = replace(small, memory_gib=0.97)
+    made = compare(config("core-tiny", "training.micro_batch_size=8"), roomier)
+    assert "would fit with training.micro_batch_size = 1" in made.changes
 
 
 @pytest.mark.parametrize(("scale", "params"), [("40b", "114B"), ("200b", "679B")])

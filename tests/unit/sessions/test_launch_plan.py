@@ -163,3 +163,20 @@ def test_a_mistake_is_told_by_the_command_before_any_start(
     assert not any(tmp_path.iterdir())
     assert cli.main([verb, "--resume", "auto"]) == 2
     assert "--resume auto: needs --run-dir" in capsys.readouterr().err
+
+
+def test_steps_of_stage_a_are_warned_of_in_a_run_of_stage_b_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdrmix.cluster.launch._Signals", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    reason = TINY.with_name("cdrmix-reason-tiny.yaml")
+    words = ["train", "--config", str(reason), "--nproc", "1", "--set", "data.path=none"]
+    of_stage_b = ["--set", "training.stage=b", "--set", "stage_b.run=none"]
+    counted = ["--max-steps", "2"]
+    for more, is_told in (([*of_stage_b, *counted], True), (of_stage_b, False), (counted, False)):
+        assert cli.main([*words, *more]) == 2
+        told = capsys.readouterr().err
+        assert "none/manifest.json: not found" in told
+        assert ("counts steps of Stage A, which this run has none of" in told) == is_told
+        assert ("--set stage_b.training.policy_steps=N" in told) == is_told

@@ -6,6 +6,7 @@ import pytest
 
 from cdrmix import cli
 from cdrmix.errors import ConfigError
+from cdrmix.planning.cluster import PRESETS
 from cdrmix.verbs.flags import at_least
 from launch.train import parse
 
@@ -105,3 +106,11 @@ def test_a_shortened_flag_of_a_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="unrecognized arguments: --conf"):
         parse(["--conf", "f"])
     assert parse(["--config", "f", "--local_rank=1"]).config == "f"
+
+
+def test_the_help_lists_every_preset_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    *others, last = PRESETS
+    assert f"--gpu PRESET {', '.join(others)} or {last} " in shown
