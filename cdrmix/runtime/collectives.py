@@ -212,16 +212,25 @@ def fails_everywhere(*, within_seconds: float) -> bool:
         return True
     _GroupSettings.failures += 1
     key = f"cdrmix/failures/{_GroupSettings.failures}"
-    deadline = time.monotonic() + within_seconds
     try:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        failed = store.add(key, 1)
-        while failed < world_size() and time.monotonic() < deadline:
-            time.sleep(_SECONDS_TO_LOOK_AGAIN)
-            failed = store.add(key, 0)
+        if not _all_come(key, within_seconds=within_seconds, waits=True):
+            return False
+        # Rank 0 holds the store, and may end next: only once all others have looked.
+        _all_come(f"{key}/seen", within_seconds=within_seconds, waits=rank() == 0)
     except RuntimeError:  # the store has gone with the rank that held it
         return False
-    return failed == world_size()
+    return True
+
+
+def _all_come(key: str, *, within_seconds: float, waits: bool) -> bool:
+    """Counts this rank under a key of the store; tells if all are, waiting for them if asked to."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    come = store.add(key, 1)
+    deadline = time.monotonic() + within_seconds
+    while waits and come < world_size() and time.monotonic() < deadline:
+        time.sleep(_SECONDS_TO_LOOK_AGAIN)
+        come = store.add(key, 0)
+    return come == world_size()
 
 
 def first_answer(name: str, answer: str) -> str:

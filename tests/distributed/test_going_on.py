@@ -167,10 +167,13 @@ FREE = (
 )
 
 
-def test_free_keys_do_not_alter_training(stopped: Path) -> None:
+def test_free_keys_do_not_alter_training(stopped: Path, tmp_path: Path) -> None:
     assert {rule_of(each.partition("=")[0]).kind for each in FREE} == {"free"}
-    assert go_on(stopped, *FREE) == 0
-    assert [line["loss"] for line in steps_of(stopped)] == [line["loss"] for line in whole()]
+    # Bit by bit that of this version and machine, which may round otherwise than the earlier one.
+    unchanged = Path(shutil.copytree(stopped, tmp_path / "unchanged"))
+    assert go_on(stopped, *FREE) == go_on(unchanged) == 0
+    found, expected = ([line["loss"] for line in steps_of(run)] for run in (stopped, unchanged))
+    assert found == expected and len(found) == len(whole())
 
 
 @pytest.mark.parametrize(

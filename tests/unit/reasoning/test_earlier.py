@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cdrmix import cli
 from cdrmix.cli import main
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel
@@ -198,6 +199,7 @@ def test_through_faiss_all_is_the_same(tmp_path: Path) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch, reader: TrainedReader, *flags: str) -> int:
     """Exit code of the command, whose run holds the reader."""
     monkeypatch.setattr(long_context, "load_reader", lambda source, **_: reader)
+    monkeypatch.setattr(cli, "_checkpoint_place", lambda arguments: arguments.run_dir)
     return main(["generate", "run", "--memory", *flags])
 
 
