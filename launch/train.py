@@ -57,7 +57,7 @@ def configuration(args: argparse.Namespace) -> Config:
     overrides = list(args.overrides)
     if args.max_steps is not None:
         overrides.append(f"training.max_steps={args.max_steps}")
-    config = config_of_start(
+    return config_of_start(
         args.config,
         overrides,
         run_dir=args.run_dir,
@@ -66,14 +66,6 @@ def configuration(args: argparse.Namespace) -> Config:
         # `cdrmix launch` has told of changes; the record of the start tells of them too.
         is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
     )
-    is_of_stage_b = args.max_steps is not None and config.training.stage == "b"
-    if is_of_stage_b and runtime.environment_rank() == 0:
-        log.get_logger(__name__).warning(
-            "warning: --max-steps counts steps of Stage A, which this run has none of. Those of "
-            "Stage B are its phases': --set stage_b.training.policy_steps=N, and memory_steps, "
-            "adapter_steps, joint_steps"
-        )
-    return config
 
 
 def set_up_processor() -> None:

@@ -264,6 +264,18 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def set_aside(path: Path) -> Path:
+    """Renames a file to its name with `.before`, or `.before-2` and on where it is taken: what was
+    set aside earlier may hold the work of a person too. Returns the new path."""
+    kept = path.with_name(f"{path.name}.before")
+    number = 1
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.name}.before-{number}")
+    path.replace(kept)
+    return kept
+
+
 def train_arguments(
     config: Path | None, overrides: Sequence[str], profile: str | None
 ) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cdrmix.cluster.batch_plan import BatchPlan, plan_batch
-from cdrmix.cluster.handover import launch_environment, train_arguments, write_private
+from cdrmix.cluster.handover import launch_environment, set_aside, train_arguments, write_private
 from cdrmix.cluster.sbatch_options import (
     fewest_devices,
     memory_gib,
@@ -457,11 +457,11 @@ def write_script(batch: Batch) -> Path:
         template = _templates.get_template("train.sbatch")
         paths = {"script": script, "variables": variables}
         text = template.render(batch=batch, **paths, **batch.parts)
-        if kept := _keep_another(script, text):
+        if _says_else(script, text):
             logger.warning(
                 "warning: %s: was another script, which is kept as %s. What was changed in it by "
                 "hand is not in the new one",
-                *(script, kept.name),
+                *(script, set_aside(script).name),
             )
         write_private(script, text)
         script.chmod(0o700)
@@ -470,22 +470,10 @@ def write_script(batch: Batch) -> Path:
     return script
 
 
-def _keep_another(script: Path, text: str) -> Path | None:
-    """Renames a script that says something else than `text`; returns its new name, None where there
-    is nothing to keep."""
-    try:
-        old = script.read_bytes()
-    except FileNotFoundError:
-        return None
-    if _OF_PROGRESS.sub(b"", old) == _OF_PROGRESS.sub(b"", text.encode()):
-        return None
-    kept = script.with_name(f"{script.name}.before")
-    number = 1
-    while kept.exists():  # one that was kept earlier may hold the work of a person too
-        number += 1
-        kept = script.with_name(f"{script.name}.before-{number}")
-    script.replace(kept)
-    return kept
+def _says_else(script: Path, text: str) -> bool:
+    """Tells if there is a script with more than its progress unlike `text`."""
+    old = script.read_bytes() if script.exists() else text.encode()
+    return _OF_PROGRESS.sub(b"", old) != _OF_PROGRESS.sub(b"", text.encode())
 
 
 def _sbatch_option(option: str) -> str:

@@ -102,7 +102,7 @@ def config_of_start(
     if own is None:
         if config is None:
             raise _no_file(run_dir, resume)
-        return load_config(config, overrides)
+        return _of_new_run(config, overrides, is_quiet=is_quiet)
     given = load_config(config, overrides) if config is not None else None
     kept = _without_code_within(own, overrides)
     values = _without_defaults_of_layout(kept)
@@ -122,7 +122,7 @@ def config_of_start(
     check(resolved)
     if is_quiet:
         return resolved
-    _tell(changes)
+    _tell(changes, resolved, overrides)
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
@@ -345,7 +345,26 @@ def _allowed_changes(before: Config, resolved: Config, own: _Own) -> list[Change
     return changes
 
 
-def _tell(changes: Sequence[Change]) -> None:
+def _of_new_run(file: Path, overrides: Sequence[str], *, is_quiet: bool) -> Config:
+    config = load_config(file, overrides)
+    if not is_quiet:
+        _tell_of_steps(config, overrides)
+    return config
+
+
+def _tell_of_steps(config: Config, overrides: Sequence[str]) -> None:
+    """Warns of a number of steps, as --max-steps, that a run of Stage B alone does not count."""
+    is_given = any(each.partition("=")[0] == "training.max_steps" for each in overrides)
+    if is_given and config.training.stage == "b":
+        logger.warning(
+            "warning: --max-steps, or training.max_steps, counts steps of Stage A, which this run "
+            "has none of. Those of Stage B are its phases': --set "
+            "stage_b.training.policy_steps=N, and memory_steps, adapter_steps, joint_steps"
+        )
+
+
+def _tell(changes: Sequence[Change], config: Config, overrides: Sequence[str]) -> None:
+    _tell_of_steps(config, overrides)
     free = [change for change in changes if rule_of(change[0]).kind == "free"]
     altering = [change for change in changes if change not in free]
     if altering:

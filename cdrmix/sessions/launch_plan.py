@@ -57,7 +57,6 @@ def check_launch(
         TrainingError: as `check_start` does.
     """
     config = job.config
-    _warn_of_steps(job)
     expected = expect(job, gpu=gpu, gpu_memory_gib=gpu_memory_gib)
     check_start(
         config,
@@ -80,17 +79,6 @@ def check_launch(
             check_fits(compared)
     for title, text in _lines(job, expected, compared, command):
         logger.info("%-14s %s", title, text)
-
-
-def _warn_of_steps(job: Job) -> None:
-    """Warns of a number of steps, --max-steps, that a run of Stage B alone does not count."""
-    is_given = any(word.startswith("training.max_steps=") for word in job.arguments)
-    if job.config.training.stage == "b" and is_given:
-        logger.warning(
-            "warning: --max-steps, or training.max_steps, counts steps of Stage A, which this run "
-            "has none of. Those of Stage B are its phases': --set "
-            "stage_b.training.policy_steps=N, and memory_steps, adapter_steps, joint_steps"
-        )
 
 
 def expect(job: Job, *, gpu: str | None, gpu_memory_gib: float | None) -> Expected:

@@ -41,7 +41,7 @@ def test_max_steps_without_a_stage_a_are_warned_of(
     more = ["--set", "training.stage=b", "--set", "stage_b.run=nowhere", "--max-steps", "2"]
     config = "model_configs/cdrmix-reason-tiny.yaml"
     text = refused(arguments(small_corpus, run_dir, *more, config=config), capfd)
-    assert "warning: --max-steps counts steps of Stage A, which this run has none of" in text
+    assert "warning: --max-steps, or training.max_steps, counts steps of Stage A, which" in text
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,26 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
     return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
 
 
+def check_resumed(cut: Path, whole: Path) -> None:
+    """A run that went on with changed code equals the whole one, and has told of the change."""
+    assert steps_of(cut) == steps_of(whole)
+    assert len(steps_of(cut)) == STEPS
+    assert all(line["objective/Length/loss"] > 0 for line in steps_of(cut))
+    rates = [line["learning_rate"] for line in steps_of(cut)]
+    assert rates[:4] == pytest.approx(rates[4:]) and rates[0] == 0.05 > min(rates)
+    with CheckpointFile(cut / "checkpoints" / str(STEPS)) as reader:
+        name = "blocks.0.mixer.value.weight"
+        assert set(reader.kinds(name)) == {"param", "velocity", "step"}
+    first, second = read_start_records(cut)
+    assert first["plugins"].keys() == {
+        f"my_plugins:{name}" for name in ("Window", "Waves", "HeavyBall", "Length")
+    }
+    assert first["plugins"].keys() == second["plugins"].keys() and first != second
+    log = (cut / "train.log").read_text()
+    assert log.count("warning: since the start before the code of my_plugins:Window, ") == 1
+    assert "the code of" not in (whole / "train.log").read_text()
+
+
 def test_a_run_is_resumed_evaluated_and_not_exported(
     tmp_path: Path,
     small_corpus: Path,
@@ -202,23 +222,7 @@ def test_a_run_is_resumed_evaluated_and_not_exported(
     resumed += overrides(["changed_plugins=warn"])
     assert run_ranks(start_with, 2, resumed, str(tmp_path), None) == [0, 0]
 
-    assert steps_of(cut) == steps_of(whole)
-    assert len(steps_of(cut)) == STEPS
-    assert all(line["objective/Length/loss"] > 0 for line in steps_of(cut))
-    rates = [line["learning_rate"] for line in steps_of(cut)]
-    assert rates[:4] == pytest.approx(rates[4:]) and rates[0] == 0.05 > min(rates)
-    with CheckpointFile(cut / "checkpoints" / str(STEPS)) as reader:
-        name = "blocks.0.mixer.value.weight"
-        assert set(reader.kinds(name)) == {"param", "velocity", "step"}
-    first, second = read_start_records(cut)
-    assert first["plugins"].keys() == {
-        f"my_plugins:{name}" for name in ("Window", "Waves", "HeavyBall", "Length")
-    }
-    assert first["plugins"].keys() == second["plugins"].keys() and first != second
-    log = (cut / "train.log").read_text()
-    assert log.count("warning: since the start before the code of my_plugins:Window, ") == 1
-    assert "the code of" not in (whole / "train.log").read_text()
-
+    check_resumed(cut, whole)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["evaluate", str(whole), "--suite", "perplexity", "--limit", "2"]) == 0
     assert main(["export", str(whole), "--out", str(tmp_path / "export")]) == 2
