@@ -90,7 +90,9 @@ class ModelConfig(Section):
     """sha256 of each Python file of `path` that may run (hex); without them none does."""
     # The smallest head has 32 features.
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
-    num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
+    num_layers: int = Field(
+        ge=1, le=9_999, description="Blocks, RWKV and Transformer together (count)."
+    )
     num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
     num_kv_heads: int = Field(ge=1)
     """Key/value heads of attention (count); num_heads when left out."""

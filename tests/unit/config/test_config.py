@@ -283,8 +283,8 @@ def test_a_misspelt_required_key_is_one_problem_not_two(tmp_path: Path) -> None:
 def test_all_problems_of_file_and_overrides_are_in_one_report(tmp_path: Path) -> None:
     path = changed_tiny(tmp_path, "precision: fp32", "precision: fp23\n  sead: 1")
     assert sorted(problems(path, "training.beta1=1", "model.num_layers=two")) == [
-        "--set model.num_layers: given 'two', allowed is a whole number from 1. Blocks, RWKV and "
-        "Transformer together (count).",
+        "--set model.num_layers: given 'two', allowed is a whole number from 1 and up to 9999. "
+        "Blocks, RWKV and Transformer together (count).",
         "--set training.beta1: given 1, allowed is a number from 0 and below 1. AdamW decay of "
         "the mean (ratio).",
         f"{path}: training.precision: given 'fp23', allowed is one of bf16, fp16, fp32 (did you "
@@ -488,3 +488,11 @@ def test_a_field_that_is_no_more_is_absent_now() -> None:
     older = copy.deepcopy(config.model_dump(mode="json"))
     older["training"]["momentum"] = 0.9
     assert changed_keys(older, config) == [("training.momentum", 0.9, ABSENT)]
+
+
+def test_a_model_of_billions_of_layers_is_refused_before_they_are_listed() -> None:
+    # such a number in a checkpoint of somebody else's would take all memory
+    with pytest.raises(
+        ConfigError, match="num_layers: given 2000000000, allowed is a whole number"
+    ):
+        load_config(TINY, ["model.num_layers=2000000000"])
