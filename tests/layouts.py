@@ -255,6 +255,7 @@ class Started:
 def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
+    from cdrmix.optimizers.average import keep_average
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)
@@ -263,6 +264,8 @@ def start(case: Case, *, seed: int = 1234) -> Started:
     model = build_model(config, plan, topology)
     made = sgd if case.optimizer == "sgd" else None
     engine = start_engine(model, config, plan, topology, optimizer=made)
+    if config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     return Started(case, config, topology, engine)
 
 

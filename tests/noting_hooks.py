@@ -86,6 +86,30 @@ class Nothing(Hook):
     """A hook with no event."""
 
 
+class Measuring(Hook):
+    """Measures the weights of all ranks before the first step and behind some."""
+
+    collective = True
+
+    class Options(BaseModel):
+        steps: list[int]
+
+    def __init__(self, options: Options) -> None:
+        self.steps = options.steps
+
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+
+    def measures_at(self, step: int, is_last: bool) -> bool:
+        return step in self.steps or is_last
+
+    def on_measure(self, step: int) -> dict[str, float]:
+        weights = next(self.run.engine.module.parameters())
+        total = weights.detach().double().sum()
+        torch.distributed.all_reduce(total)
+        return {"sum": float(total), "is_last": step == self.run.num_steps}
+
+
 class Asking(Hook):
     """Asks for things on one rank, each behind a step."""
 

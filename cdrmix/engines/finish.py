@@ -11,6 +11,7 @@ import numpy as np
 
 from cdrmix import runtime
 from cdrmix.checkpoint.store import FoundCheckpoint
+from cdrmix.engines.forgetting import Forgetting
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import METRICS
@@ -27,7 +28,7 @@ ADAPTER_FOLDER = "adapter"
 _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 
 
-def finish(run: Run, stage: Pretraining) -> None:
+def finish(run: Run, stage: Pretraining, forgetting: Forgetting | None) -> None:
     """Evaluate, write metrics.json, report.html and adapters, and log the results; collective."""
     evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
     average = stage.evaluate_average(run, max_tokens=run.config.evaluation.final_tokens)
@@ -61,7 +62,7 @@ def finish(run: Run, stage: Pretraining) -> None:
             **({} if average is None else {"ema_evaluation": average.as_json()}),
             "baselines": baselines,
             "samples": stage.samples,
-            **({} if stage.forgetting is None else {"cpt": stage.forgetting.summary(run)}),
+            **({} if forgetting is None else {"cpt": forgetting.summary()}),
             **({"suites": stage.suites.summary(run)} if run.config.evaluation.suites else {}),
             "checkpoints": run.checkpoints(),
         }

@@ -10,13 +10,17 @@ from statistics import fmean
 from typing import Any
 
 from cdrmix.config.cpt import CptConfig
-from cdrmix.config.schema import Config
 from cdrmix.engines.old_data import HeldOut
-from cdrmix.engines.run import JsonObject, Run
 from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import evaluate
+from cdrmix.hooks import Hook, RunView
+from cdrmix.monitoring.health import Health
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.parallel.apply import for_inference
+from cdrmix.parallel.topology import Topology
+
+FORGETTING = "cdrmix:forgetting"
+"""Name of the hook, in a run and in its checkpoints."""
 
 
 @dataclass
@@ -40,14 +44,18 @@ class Measured:
         return self.loss - self.base_loss
 
 
-class Forgetting:
-    """Losses on the held-out sets of a run, old ones and new, at some of its steps.
+class Forgetting(Hook):
+    """Losses on the held-out sets of a run, old ones and new, at some steps of its pretraining.
 
     Args:
         old: sets with what may be forgotten; there may be none.
         new: held-out split of the data that is trained on.
+        health: judges what is forgotten.
         segment_documents: keep the documents of a sample apart, as in training.
+        batch_size: samples of a forward pass.
     """
+
+    collective = True
 
     def __init__(
         self,
@@ -55,75 +63,77 @@ class Forgetting:
         old: Sequence[HeldOut],
         new: HeldOut,
         *,
+        health: Health,
+        topology: Topology,
+        batch_size: int,
         segment_documents: bool = False,
     ) -> None:
-        self._cpt = cpt
+        self._settings = cpt.forgetting
+        self._health = health
+        self._topology = topology
+        self._batch_size = batch_size
         self._segment_documents = segment_documents
         self._datasets = [each.dataset for each in (*old, new)]
         self.sets = [Measured(each.name, "old", each.dataset.manifest_digest) for each in old]
         self.sets.append(Measured(new.name, "new", new.dataset.manifest_digest))
         self._step = 0  # of the newest measure
 
-    @property
-    def has_base(self) -> bool:
-        """True once the starting model was measured."""
-        return self.sets[-1].base_loss is not None
+    def on_start(self, run: RunView) -> None:
+        """Measures this stage, if it is pretraining."""
+        self._run = run
 
-    def is_due(self, step: int, config: Config, *, last: bool) -> bool:
-        """Tells if a measure is due behind a step: at the interval, and at the end."""
-        every = self._cpt.forgetting.every_steps or config.evaluation.every_steps
-        return last or (every is not None and step % every == 0)
+    def measures_at(self, step: int, is_last: bool) -> bool:
+        """Tells if a measure is due: before the first step, at the interval, and at the end."""
+        if self._run.stage != "a":
+            return False
+        every = self._settings.every_steps or self._run.config.evaluation.every_steps
+        return is_last or step == 0 or (every is not None and step % every == 0)
 
-    def measure(self, run: Run) -> dict[str, float]:
+    def on_measure(self, step: int) -> dict[str, float]:
         """Measures every set and returns the metrics; collective. The first is the base.
 
         Raises StateError on every rank if another number of tokens is predicted than by the base.
         """
         began = time.monotonic()
-        with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
-            for each, dataset in zip(self.sets, self._datasets, strict=True):
-                result = evaluate(
-                    for_inference(run.engine.module),
-                    dataset,
-                    max_tokens=self._cpt.forgetting.tokens,
-                    batch_size=run.plan.micro_batch_size,
-                    segment_documents=self._segment_documents,
-                    topology=run.topology,
+        for each, dataset in zip(self.sets, self._datasets, strict=True):
+            result = evaluate(
+                for_inference(self._run.engine.module),
+                dataset,
+                max_tokens=self._settings.tokens,
+                batch_size=self._batch_size,
+                segment_documents=self._segment_documents,
+                topology=self._topology,
+            )
+            if each.base_loss is None:
+                each.base_loss, each.tokens = result.loss, result.tokens
+            elif each.tokens != result.tokens:
+                raise StateError(
+                    f"cpt: the loss on {each.name} before the first step is over "
+                    f"{each.tokens:,} tokens, and now over {result.tokens:,}. Set "
+                    "data.segment_documents and training.sequence_length as they were then, or "
+                    "begin a new run"
                 )
-                if each.base_loss is None:
-                    each.base_loss, each.tokens = result.loss, result.tokens
-                elif each.tokens != result.tokens:
-                    raise StateError(
-                        f"cpt: the loss on {each.name} before the first step is over "
-                        f"{each.tokens:,} tokens, and now over {result.tokens:,}. Set "
-                        "data.segment_documents and training.sequence_length as they were then, or "
-                        "begin a new run"
-                    )
-                each.loss = result.loss
-        self._step = run.step
+            each.loss = result.loss
+        self._step = step
+        forgotten = {each.name: each.change for each in self.sets if each.kind == "old"}
+        self._health.forgetting_known(step, forgotten, self._settings.stop_above)
         return {**self._metrics(), "cpt/seconds": time.monotonic() - began}
 
-    @property
-    def forgotten(self) -> dict[str, float]:
-        """Rise of the loss on each old set since before the first step (nats per token)."""
-        return {each.name: each.change for each in self.sets if each.kind == "old"}
-
-    @property
-    def stop_above(self) -> float | None:
-        """Forgetting of a set beyond which the run stops (nats per token)."""
-        return self._cpt.forgetting.stop_above
-
-    def state_dict(self) -> JsonObject:
-        """Base and newest measure, for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Base and newest measure; nothing of later stages."""
+        if self._run.stage != "a":
+            return {}
         return {
             "step": self._step,
             "segment_documents": self._segment_documents,
             "sets": [asdict(each) for each in self.sets],
         }
 
-    def load_state_dict(self, state: JsonObject | None) -> None:
-        """Takes base and newest measure from a checkpoint; a StateError if they are of other sets
-        or documents seen otherwise, or it has none."""
+    def check(self, state: dict[str, Any] | None) -> None:
+        """Refuses the state in a checkpoint, before anything of it is loaded.
+
+        Raises StateError if it is of other sets or documents seen otherwise, or None.
+        """
         saved = [Measured(**each) for each in (state or {}).get("sets", [])]
         if state is None or [each.digest for each in saved] != [each.digest for each in self.sets]:
             there, here = (_listed(sets) for sets in (saved, self.sets))
@@ -140,11 +150,15 @@ class Forgetting:
                 "cpt: the loss before the first step was measured with data.segment_documents = "
                 f"{there}, and this run has {here}. Set it back, or begin a new run"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes base and newest measure from a checkpoint that `check` has passed."""
+        saved = [Measured(**each) for each in state["sets"]]
         for mine, its in zip(self.sets, saved, strict=True):
             mine.tokens, mine.base_loss, mine.loss = its.tokens, its.base_loss, its.loss
         self._step = state["step"]
 
-    def summary(self, run: Run) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Section `cpt` of metrics.json."""
         metrics = {name.removeprefix("cpt/"): value for name, value in self._means().items()}
         return {
@@ -161,7 +175,7 @@ class Forgetting:
         losses = [each.loss for each in old if each.loss is not None]
         if losses:
             metrics["cpt/old_loss"] = fmean(losses)
-            metrics["cpt/forgetting_nats"] = fmean(self.forgotten.values())
+            metrics["cpt/forgetting_nats"] = fmean(each.change for each in old)
         return metrics
 
     def _metrics(self) -> dict[str, float]:

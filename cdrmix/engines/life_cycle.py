@@ -10,7 +10,7 @@ from functools import partial
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.starts import read_starts
-from cdrmix.engines.loop import train
+from cdrmix.engines.loop import measure, train
 from cdrmix.engines.recovery import leave_behind, restore, save_run, write_record
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import FINISHED, write_base, write_description
@@ -57,8 +57,9 @@ def run_stage(
             with run.heartbeat.phase("starting"):
                 run.hooks.start(_view(run), state=state)
                 run.hooks.check()
-            metrics = stage.begin(run)
-            if metrics:
+            measuring = run.hooks.measuring(run.step, is_last=False) if state is None else []
+            if measuring:
+                metrics = measure(run, measuring)
                 run.hooks.evaluated(run.step, metrics)
                 line = run.hooks.log(run.step, record(step=run.step, **metrics))
                 runtime.together(partial(run.observer.write, run.step, line))

@@ -28,11 +28,11 @@ from cdrmix.engines.stage_a_optimizer import join, make_optimizer
 from cdrmix.engines.supervision import LostAlone
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.hooks import StepFigures
+from cdrmix.hooks.called import Called
 from cdrmix.hooks.dispatch import Ending
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record
-from cdrmix.optimizers.average import keep_average
 from cdrmix.optimizers.muon import Muon
 from cdrmix.parallel.gradient_sums import add_without_copies
 from cdrmix.parallel.pipeline import Pipeline, name_phases
@@ -53,12 +53,11 @@ def start_engine(
     topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] | None = None,
-    averages: bool = True,
 ) -> Any:
     """Returns DeepSpeed's engine around the model, with our optimizer and the planned JSON.
 
-    `optimizer` makes it; None: Stage A's, as configured. It keeps an average of the weights with
-    `training.ema_decay`, unless `averages` is false.
+    `optimizer` makes it; None: Stage A's, as configured. An average of the weights is kept by a
+    hook of the run, `optimizers.average`.
     """
     deepspeed = runtime.import_deepspeed()
     # DeepSpeed's pipeline builds its own grid. The stages of a frozen backbone are unknown to
@@ -88,8 +87,6 @@ def start_engine(
         name_phases(engine)
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-    if averages and config.training.ema_decay is not None:
-        keep_average(engine, config.training.ema_decay)
     return engine
 
 
@@ -266,8 +263,8 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     evaluates, logs = (each is not None and run.step % each == 0 for each in intervals)
     saves = run.cadence.is_due(run.step)
     evaluates = evaluates and not last  # the end has its own
-    compares = stage.is_compared(run)
-    logs = logs or evaluates or compares or last
+    measuring = run.hooks.measuring(run.step, is_last=last)
+    logs = logs or evaluates or bool(measuring) or last
     # A suite that waits is looked at again where ranks exchange objects anyway.
     suites = () if last else stage.suites_due(run, looks_again=logs)
     logs = logs or bool(suites)
@@ -284,16 +281,14 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if react(run, verdicts, position):
         return
     # Before what takes its time, so that a hook that has failed is told of at once.
-    ending = run.hooks.agreed() if evaluates or compares or suites else None
+    ending = run.hooks.agreed() if evaluates or measuring or suites else None
     if ending is not None:
         _end(run, ending, position)
     results: dict[str, float] = {}
     if evaluates:
         results |= stage.evaluate(run)
-    verdict = None
-    if compares:
-        compared, verdict = stage.compare(run)
-        results |= compared
+    if measuring:
+        results |= measure(run, measuring)
     if suites:
         judged, is_best = stage.measure_suites(run, suites)
         results |= judged
@@ -302,11 +297,17 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
         run.hooks.evaluated(run.step, results)
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
-        react(run, [*_log(run, metrics | results), verdict], position)
+        react(run, [*_log(run, metrics | results), run.health.take_forgetting()], position)
     if saves:
         save_run(run, position)
     elif saves_on_hosts:
         save_on_hosts(run, position)
+
+
+def measure(run: Run, measuring: Sequence[Called]) -> dict[str, float]:
+    """Have hooks measure the model as it stands; collective."""
+    with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
+        return run.hooks.measured(measuring, run.step)
 
 
 def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:

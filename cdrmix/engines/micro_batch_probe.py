@@ -20,12 +20,13 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.read_ahead import ReadLimits
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines import found_micro_batch
 from cdrmix.engines.combination import Batch, own_weights, with_further_labels
 from cdrmix.engines.found_micro_batch import Found
 from cdrmix.engines.loop import end_engine, start_engine
-from cdrmix.engines.old_data import OldData
 from cdrmix.engines.out_of_memory import noted_size, write_note
 from cdrmix.engines.run import Start
 from cdrmix.engines.stage_a import Pretraining
@@ -35,6 +36,7 @@ from cdrmix.engines.training_step import train_step
 from cdrmix.errors import EXIT_FAULT
 from cdrmix.log import get_logger
 from cdrmix.monitoring.peak_memory import take_peak_bytes
+from cdrmix.optimizers.average import keep_average
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.planning.cluster import GIB
@@ -50,7 +52,9 @@ logger = get_logger(__name__)
 _STEPS = 2
 
 
-def plan_that_fits(start: Start, topology: Topology, corpus: Corpus, old: OldData | None) -> Plan:
+def plan_that_fits(
+    start: Start, topology: Topology, corpus: Corpus, replay: TokenDataset | MixedDataset | None
+) -> Plan:
     """Returns the plan with the largest micro batch that fits, found now or before; collective.
 
     Raises:
@@ -71,7 +75,7 @@ def plan_that_fits(start: Start, topology: Topology, corpus: Corpus, old: OldDat
         found = _still_fits(found, sizes, before)
     why = f"found at an earlier start, {found.when}" if found else ""
     if found is None:
-        found = _probe(start, topology, corpus, old, sizes=sizes, before=before)
+        found = _probe(start, topology, corpus, replay, sizes=sizes, before=before)
         why = "found by trying"
         runtime.first_rank_does(lambda: found_micro_batch.write(key, found, folder))
     device = "cpu" if runtime.use_cpu() else "cuda"
@@ -104,7 +108,7 @@ def _probe(
     start: Start,
     topology: Topology,
     corpus: Corpus,
-    old: OldData | None,
+    replay: TokenDataset | MixedDataset | None,
     *,
     sizes: list[int],
     before: int,
@@ -112,7 +116,7 @@ def _probe(
     began = time.monotonic()
     config, plan = start.config, start.plan
     random_state = runtime.random_state()
-    samples = _samples(config, plan, topology, corpus, old)
+    samples = _samples(config, plan, topology, corpus, replay)
     share = config.resources.share
     limit = min(runtime.all_gather_object(int(_limit(share, before))))
     estimates = [_by_plan(plan, config, size) for size in sizes[:2]]
@@ -150,12 +154,16 @@ def _probe(
 
 
 def _samples(
-    config: Config, plan: Plan, topology: Topology, corpus: Corpus, old: OldData | None
+    config: Config,
+    plan: Plan,
+    topology: Topology,
+    corpus: Corpus,
+    replay: TokenDataset | MixedDataset | None,
 ) -> Batch:
     """This rank's samples of the first step, [samples, 1, T]."""
     single = plan.micro_batch_size * plan.gradient_accumulation_steps
     one = replace(plan, micro_batch_size=1, gradient_accumulation_steps=single)
-    loader = Pretraining(config, one, topology, corpus, old).loader
+    loader = Pretraining(config, one, topology, corpus, replay).loader
     loader.set_limits(ReadLimits(0))  # one batch is read, and none ahead
     try:
         return own_tokens(with_further_labels(loader.next(), config), topology)
@@ -173,6 +181,8 @@ def _peak(config: Config, plan: Plan, topology: Topology, samples: Batch) -> int
     }
     weights = [max(1.0, each * plan.degrees.sample_ranks) for each in own_weights(batch, config)]
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
+    if config.training.ema_decay is not None:  # as a hook of the run does
+        keep_average(engine, config.training.ema_decay)
     try:
         if config.model.kind == "hf":
             # transformers takes seconds to import

@@ -18,7 +18,7 @@ by 6.6 % at most, whatever the spectrum, and bounded by the size of an orthogona
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed
@@ -72,6 +72,11 @@ class OptimizerCheck(Hook):
         self._config: Config = run.config
         self._optimizer: Muon = run.engine.optimizer.optimizer
         self._left = _MOST_STEPS if isinstance(self._optimizer, Muon) else 0
+
+    def on_end(self, outcome: Literal["done", "stopped"]) -> None:
+        """Lets go of the optimizer, whose memory the next stage needs."""
+        del self._optimizer
+        self._watched = []
 
     def on_batch(self, batch: Mapping[str, Any]) -> None:
         """Watches the step that comes."""

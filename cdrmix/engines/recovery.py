@@ -13,6 +13,7 @@ from cdrmix.checkpoint.candidates import check_same_model
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.held_out import score_of
 from cdrmix.config.load import kept_values
+from cdrmix.engines.forgetting import FORGETTING
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
 from cdrmix.engines.tiers_of_run import clear_host_tiers
@@ -134,7 +135,7 @@ def _stalled(run: Run) -> Iterator[None]:
 def state_of(checkpoint: store.FoundCheckpoint) -> JsonObject:
     """Content of a checkpoint's state.json; collective. Early versions, of `a`, name no stage."""
     with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
-        return reader.state
+        return _with_hooks_of_today(reader.state)
 
 
 def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
@@ -145,7 +146,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
     for name, why in checkpoint.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
-        state = reader.state
+        state = _with_hooks_of_today(reader.state)
 
         def check_config() -> None:
             # Other changes may be on purpose, and stand in the record of the start.
@@ -168,6 +169,13 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
     is_ours = checkpoint.path.parent.resolve() == run.directory.folders[0].resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None
     return state
+
+
+def _with_hooks_of_today(state: JsonObject) -> JsonObject:
+    """Content of state.json with what earlier versions kept beside the state of hooks."""
+    if "cpt" not in state:
+        return state
+    return state | {"hooks": state.get("hooks", {}) | {FORGETTING: state["cpt"]}}
 
 
 def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) -> None:

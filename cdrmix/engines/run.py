@@ -169,18 +169,6 @@ class Stage(Protocol[Batch, Result]):
         `run.evaluated`."""
         return {}
 
-    def begin(self, run: Run) -> dict[str, float]:
-        """Metrics of the model before the first step, if the stage measures any; collective."""
-        return {}
-
-    def is_compared(self, run: Run) -> bool:
-        """Tells if `compare` is due behind the last step."""
-        return False
-
-    def compare(self, run: Run) -> tuple[dict[str, float], Verdict | None]:
-        """Metrics of the model against the one before the first step, and a verdict; collective."""
-        return {}, None
-
     def suites_due(self, run: Run, *, looks_again: bool) -> Sequence[SuiteConfig]:
         """Suites that judge the model behind the last step; collective where one is due, or waits
         and `looks_again`."""

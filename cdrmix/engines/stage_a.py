@@ -38,8 +38,6 @@ from cdrmix.engines.combination import (
     weight_names,
     with_further_labels,
 )
-from cdrmix.engines.forgetting import Forgetting
-from cdrmix.engines.old_data import HeldOut, OldData
 from cdrmix.engines.reading import Reading
 from cdrmix.engines.recovery import averaged
 from cdrmix.engines.routing import (
@@ -116,21 +114,15 @@ class Pretraining(Stage[Batch, StepResult]):
         plan: Plan,
         topology: Topology,
         corpus: Corpus,
-        old: OldData | None = None,
+        replay: TokenDataset | MixedDataset | None = None,
     ) -> None:
         self.corpus = corpus
         self.train: TokenDataset | MixedDataset | ReplayDataset = corpus.train
-        self.forgetting: Forgetting | None = None
         data = config.data
         # Kinds of tokens are told apart for objectives alone.
         self.fim_ids = fim_ids(corpus.tokenizer) if config.objectives is not None else None
-        if config.cpt is not None and old is not None:
-            if config.cpt.replay is not None and old.replay is not None:
-                self.train = ReplayDataset(corpus.train, old.replay, config.cpt.replay.share)
-            new = HeldOut("new", corpus.validation)
-            self.forgetting = Forgetting(
-                *(config.cpt, old.held_out, new), segment_documents=data.segment_documents
-            )
+        if config.cpt is not None and config.cpt.replay is not None and replay is not None:
+            self.train = ReplayDataset(corpus.train, replay, config.cpt.replay.share)
         limits, queue = first_limits(config.resources), config.resources.queue_size
         # This rank's samples in the run's global order; sequence ranks have the same ones.
         self.loader = Loader(
@@ -259,25 +251,6 @@ class Pretraining(Stage[Batch, StepResult]):
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
         return evaluation
 
-    def begin(self, run: Run) -> dict[str, float]:
-        """Measure the model that training begins with on old and new data, once a run."""
-        if self.forgetting is None or self.forgetting.has_base:
-            return {}
-        return self.forgetting.measure(run)
-
-    def is_compared(self, run: Run) -> bool:
-        """Tells if the losses on old and new data are due behind the last step."""
-        if self.forgetting is None:
-            return False
-        return self.forgetting.is_due(run.step, run.config, last=run.step == self.num_steps)
-
-    def compare(self, run: Run) -> tuple[dict[str, float], Verdict | None]:
-        """Loss on old and new data against that before the first step, and a verdict on it."""
-        assert self.forgetting is not None, "is_compared"
-        metrics = self.forgetting.measure(run)
-        forgotten, limit = self.forgetting.forgotten, self.forgetting.stop_above
-        return metrics, run.health.forgetting_known(run.step, forgotten, limit)
-
     def suites_due(self, run: Run, *, looks_again: bool) -> list[SuiteConfig]:
         """Suites due behind the last step that fit into their share of the time."""
         return self.suites.due(run, looks_again=looks_again)
@@ -375,19 +348,14 @@ class Pretraining(Stage[Batch, StepResult]):
         optimizer = run.engine.optimizer.optimizer
         if isinstance(optimizer, Muon):
             optimizer.load_history(reader.state["muon"])
-        if self.forgetting is not None:
-            self.forgetting.load_state_dict(reader.state.get("cpt"))
         if run.config.evaluation.suites:
             self.suites.load_state_dict(reader.state.get("suites"))
             after = partial(set_aside_results, run.directory.path, after=reader.state["step"])
             runtime.first_rank_does(after)
 
     def saved(self, run: Run) -> JsonObject:
-        """The texts generated so far, losses on old and new data, times of suites, and Muon's
-        gradient norms."""
+        """The texts generated so far, times of suites, and Muon's gradient norms."""
         saved: JsonObject = {"samples": self.samples}
-        if self.forgetting is not None:
-            saved["cpt"] = self.forgetting.state_dict()
         if run.config.evaluation.suites:
             saved["suites"] = self.suites.state_dict()
         optimizer = run.engine.optimizer.optimizer

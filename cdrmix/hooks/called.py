@@ -18,6 +18,15 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 
+# A colon is in no name of the configuration.
+_OWN = "cdrmix:"
+
+
+def is_own_name(name: str) -> bool:
+    """True for the names of our own hooks, which come and go with settings of theirs."""
+    return name.startswith(_OWN)
+
+
 @dataclass(frozen=True)
 class NamedHook:
     """A hook with what the configuration says of it."""
@@ -27,9 +36,12 @@ class NamedHook:
     priority: int = 0
     on_error: Literal["stop", "warn"] = "stop"
     unsafe: bool = False
-    # Added by CDRmix: its time and its coming and going are not told, and the numbers that it adds
-    # to a line have names of the table of metrics.
-    is_ours: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """True of a hook that CDRmix adds: its time and its coming and going are not told, and the
+        numbers that it adds to a line have names of the table of metrics."""
+        return is_own_name(self.name)
 
     def __str__(self) -> str:
         kind = type(self.hook)
@@ -59,6 +71,11 @@ class Called:
     def hook(self) -> Hook:
         """Instance of the user's class."""
         return self.named.hook
+
+    @property
+    def metrics_name(self) -> str | None:
+        """Name below which its metrics stand; None for ours, which have names of their own."""
+        return None if self.named.is_ours else self.named.name
 
     def start(self, view: RunView) -> None:
         """`on_start` of a stage, with a view of the hook's own."""

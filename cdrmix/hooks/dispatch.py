@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from cdrmix import runtime
 from cdrmix.config.plugin import HookConfig
 from cdrmix.errors import ConfigError, TrainingError
-from cdrmix.hooks.called import Called, NamedHook, log_traceback
+from cdrmix.hooks.called import Called, NamedHook, is_own_name, log_traceback
 from cdrmix.hooks.events import check_events
 from cdrmix.hooks.hook import Hook, RunView, StepFigures, Wishes
 from cdrmix.hooks.plugin import make_plugin
-from cdrmix.hooks.returned import added_numbers, other_batch
+from cdrmix.hooks.returned import added_numbers, measured_numbers, other_batch
 from cdrmix.hooks.state import from_json, to_json
 from cdrmix.log import get_logger
 
@@ -72,6 +72,11 @@ class Hooks:
         self._evaluated_step: int | None = None
         self._step_under_way: int | None = None  # the newest that `backward_done` has told of
         self._num_lines = 0  # with times, since the start of the stage
+
+    def add(self, hook: NamedHook) -> None:
+        """Adds a hook before the start of a stage, the same on all ranks."""
+        self._hooks.append(Called(hook))
+        self._hooks.sort(key=lambda each: each.named.priority)
 
     def start(self, view: RunView, *, state: Mapping[str, Any] | None) -> None:
         """Begins a stage: `on_start`, and then, where it goes on from a checkpoint with this
@@ -127,11 +132,26 @@ class Hooks:
         """True if the newest held-out loss is that of this step."""
         return self._evaluated_step == step
 
+    def measuring(self, step: int, *, is_last: bool) -> list[Called]:
+        """Hooks that measure the model behind a step, alike on all ranks."""
+        return [
+            each
+            for each in self._listening("on_measure")
+            if each.ask("measures_at", partial(each.hook.measures_at, step, is_last))
+        ]
+
+    def measured(self, measuring: Sequence[Called], step: int) -> dict[str, float]:
+        """Has these hooks measure the model; collective. Returns their metrics."""
+        metrics: dict[str, float] = {}
+        for each in measuring:
+            measure = partial(measured_numbers, each.hook, step, name=each.metrics_name)
+            metrics |= each.ask("on_measure", measure) or {}
+        return metrics
+
     def log(self, step: int, record: dict[str, float]) -> dict[str, float]:
         """Returns a line of metrics with what the hooks add to it."""
         for each in self._listening("on_log"):
-            name = None if each.named.is_ours else each.named.name
-            add = partial(added_numbers, each.hook, step, record, name=name)
+            add = partial(added_numbers, each.hook, step, record, name=each.metrics_name)
             record |= each.ask("on_log", add) or {}
         return record
 
@@ -159,6 +179,9 @@ class Hooks:
     def end(self, outcome: Literal["done", "stopped"]) -> None:
         """Tells of the end of the stage."""
         self._call("on_end", outcome)
+        for each in self._hooks:
+            if each.view is not None:  # the next stage needs the engine's memory
+                each.view.engine = None
 
     def take_wishes(self) -> Wishes:
         """Returns what this rank's hooks ask for, those of all in one; a stop stays asked for."""
@@ -268,7 +291,7 @@ class Hooks:
         names = [each.named.name for each in self._hooks]
         ours = [each.named.name for each in self._hooks if each.named.is_ours]
         new = [name for name in names if name not in states and name not in ours]
-        gone = [name for name in states if name not in names]
+        gone = [name for name in states if name not in names and not is_own_name(name)]
         changes = [f"{', '.join(new)}: not in this checkpoint, and begin anew"] * bool(new)
         changes += [f"{', '.join(gone)}: in it, and not in this run"] * bool(gone)
         if changes:

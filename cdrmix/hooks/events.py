@@ -26,6 +26,17 @@ def check_events(kind: type[Hook], *, where: str) -> None:
         for name in dir(kind)
         if name.startswith("on_") and (wrong := _wrong(kind, name))
     ]
+    if kind.on_measure is not Hook.on_measure:
+        if not kind.collective:
+            problems.append(
+                f"{where}.on_measure: is called on all ranks alike, which the class has to promise "
+                "by collective = True"
+            )
+        if kind.measures_at is Hook.measures_at:
+            problems.append(
+                f"{where}.on_measure: is called where measures_at(step, is_last) says so, and the "
+                "class defines no such method"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
 

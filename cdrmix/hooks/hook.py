@@ -95,7 +95,20 @@ class Hook:
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Called behind the evaluations of a step, before the first one or at the end, with their
-        metrics: held-out losses, rows of suites, `reasoning/TASK/LENGTHx` of Stage B."""
+        metrics: held-out losses, rows of suites, what hooks have measured, and of Stage B
+        `reasoning/TASK/LENGTHx`."""
+
+    def measures_at(self, step: int, is_last: bool) -> bool:
+        """Tells if `on_measure` is to be called behind a step, or before the first one of a stage;
+        alike on all ranks. `is_last`: the stage ends there."""
+        return False
+
+    def on_measure(self, step: int) -> Mapping[str, float] | None:
+        """Called on all ranks where `measures_at` says so, the model standing still between two
+        steps; may have all ranks compute together, and needs `collective`. The numbers returned,
+        alike on all ranks, join the line of the step, which is then written in any case, as
+        plugin/NAME/KEY."""
+        return None
 
     def on_log(self, step: int, record: Mapping[str, float]) -> Mapping[str, float] | None:
         """Called with each line before it goes to metrics.jsonl; may return further numbers, which

@@ -36,14 +36,23 @@ def _kind(values: Any) -> str:
 def added_numbers(
     hook: Hook, step: int, record: Mapping[str, float], *, name: str | None
 ) -> dict[str, float]:
-    """Numbers that a hook adds to a line, as plugin/NAME/KEY, or by their own names where there is
-    no `name`; ConfigError if one is no number."""
-    added = hook.on_log(step, MappingProxyType(dict(record)))
+    """Numbers that a hook adds to a line; see `_named`."""
+    return _named(hook.on_log(step, MappingProxyType(dict(record))), "on_log", name)
+
+
+def measured_numbers(hook: Hook, step: int, *, name: str | None) -> dict[str, float]:
+    """Numbers that a hook has measured; see `_named`."""
+    return _named(hook.on_measure(step), "on_measure", name)
+
+
+def _named(added: Mapping[str, float] | None, event: str, name: str | None) -> dict[str, float]:
+    """Numbers as plugin/NAME/KEY, or by their own names where there is no `name`; ConfigError if
+    one is no number."""
     numbers = {}
     for key, value in (added or {}).items():
         try:
             number = int(value) if isinstance(value, int) else float(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"on_log returned {key!r}: {value!r}, which is no number") from None
+            raise ConfigError(f"{event} returned {key!r}: {value!r}, which is no number") from None
         numbers[key if name is None else f"plugin/{name}/{quote(str(key), safe='')}"] = number
     return numbers

@@ -81,6 +81,7 @@ class Health:
         self.passed_over: list[tuple[int, int]] = []
         self.warnings = 0  # unhealthy judgements without a further action
         self.events: list[Event] = []  # the newest, in order
+        self._forgetting: Verdict | None = None  # until it is taken
 
     @classmethod
     def of_run(cls, config: Config) -> Self:
@@ -170,16 +171,20 @@ class Health:
         why = f"peak memory is {share:.1%} of what there is, above {limits.max_share:.0%}"
         return self._unhealthy("memory", limits.action, step, why)
 
-    def forgetting_known(
-        self, step: int, forgotten: dict[str, float], limit: float | None
-    ) -> Verdict | None:
-        """Judges the rise of the held-out loss on old data, by folder (nats per token)."""
+    def forgetting_known(self, step: int, forgotten: dict[str, float], limit: float | None) -> None:
+        """Judges the rise of the held-out loss on old data, by folder (nats per token), for
+        `take_forgetting`."""
         name = max(forgotten, key=forgotten.__getitem__, default=None)
         if name is None or limit is None or forgotten[name] <= limit:
             self._timeline.ongoing.discard("forgetting")
-            return None
+            return
         why = f"{forgotten[name]:.4f} nats of {name} are forgotten, above {limit:g}"
-        return self._unhealthy("forgetting", "stop", step, why)
+        self._forgetting = self._unhealthy("forgetting", "stop", step, why)
+
+    def take_forgetting(self) -> Verdict | None:
+        """Returns the verdict on what is forgotten, once."""
+        verdict, self._forgetting = self._forgetting, None
+        return verdict
 
     def _not_finite(self, step: int, sign: str) -> Verdict | None:
         limits = self._config.non_finite

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdrmix.hooks import Hook, RunView
+
 AVERAGE = "ema"
 AVERAGED = "ema_count"
 AVERAGE_KINDS = (AVERAGE, AVERAGED)
@@ -34,6 +36,18 @@ def decay(averaged: int, most: float) -> float:
     (10 + n)), as of TensorFlow's ExponentialMovingAverage with `num_updates`.
     """
     return min(most, (1 + averaged) / (10 + averaged))
+
+
+class KeepAverage(Hook):
+    """Has pretraining keep an average; Stage B keeps none."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+
+    def on_start(self, run: RunView) -> None:
+        """Begins with the next step, or goes on with the average of the checkpoint."""
+        if run.stage == "a":
+            keep_average(run.engine, self._most)
 
 
 def keep_average(engine: Any, most: float) -> None:

@@ -17,10 +17,11 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.archive_of_run import check_archive, is_url
 from cdrmix.engines.combination import describe_objectives
 from cdrmix.engines.finish import finish
+from cdrmix.engines.forgetting import FORGETTING, Forgetting
 from cdrmix.engines.hooks_of_run import hooks_of_run
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import end_engine, start_engine
-from cdrmix.engines.old_data import open_old_data
+from cdrmix.engines.old_data import HeldOut, open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.rewarming import warn_of_rewarming
@@ -38,6 +39,7 @@ from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.tiers_of_run import fetch_resumed, find_in_tiers
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
+from cdrmix.hooks.called import NamedHook
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.models.mixer_trial import try_mixers
 from cdrmix.monitoring.health import Health
@@ -200,6 +202,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     config = start.config
     corpus = open_corpus(config, sample=start.sample)
     old = open_old_data(config, config.cpt, corpus) if config.cpt is not None else None
+    replay = None if old is None else old.replay
     topology = make_topology(start.plan.degrees)
     # A run that has a checkpoint goes on with its own weights, wherever they came from.
     source = find_start(config, corpus) if checkpoint is None else None
@@ -213,7 +216,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
         # imported by runs that ask for it alone
         from cdrmix.engines.micro_batch_probe import plan_that_fits
 
-        start.plan = plan_that_fits(start, topology, corpus, old)
+        start.plan = plan_that_fits(start, topology, corpus, replay)
         start.start_up.done("probe")
     plan = start.plan
     model = build_model(config, plan, topology)
@@ -229,15 +232,28 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     start.start_up.done("engine")
     if old is not None and config.cpt is not None and config.cpt.writes_replay:
         replay = own_replay(start, corpus, topology, engine, checkpoint)
-        old = old._replace(replay=replay)
         start.start_up.done("replay")
-    stage = Pretraining(config, plan, topology, corpus, old)
+    stage = Pretraining(config, plan, topology, corpus, replay)
+    forgetting = None
+    if old is not None and config.cpt is not None:
+        sets = (old.held_out, HeldOut("new", corpus.validation))
+        forgetting = Forgetting(
+            *(config.cpt, *sets),
+            health=start.health,
+            topology=topology,
+            batch_size=plan.micro_batch_size,
+            segment_documents=segments,
+        )
+        if checkpoint is not None:
+            saved = state_of(checkpoint).get("hooks", {}).get(FORGETTING)
+            forgetting.check(saved)
+        start.hooks.add(NamedHook(FORGETTING, forgetting, unsafe=True))
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
         run,
         checkpoint,
         resumes=checkpoint is not None,
-        finish=partial(finish, run, stage),
+        finish=partial(finish, run, stage, forgetting),
         is_last=not goes_on,
         guard=noted(run),
     )

@@ -107,8 +107,7 @@ def _set_up(
     is_frozen = training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
     optimizer = partial(stage_b_adamw, clip=clip)
-    # The average of the weights, if there is one, is of Stage A alone.
-    engine = start_engine(model, config, plan, topology, optimizer=optimizer, averages=False)
+    engine = start_engine(model, config, plan, topology, optimizer=optimizer)
     start.start_up.done("engine")
     loader = LessonLoader(
         course,

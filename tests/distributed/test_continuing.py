@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,13 +63,13 @@ def stop_before(argv: list[str], step: int) -> int:
 def never_measures_the_base(argv: list[str]) -> int:
     """One rank of a run whose base was measured before."""
 
-    original = Forgetting.measure
+    original = Forgetting.on_measure
 
-    def measure(self: Forgetting, run: Any) -> dict[str, float]:
-        assert self.has_base, "measured anew"
-        return original(self, run)
+    def measure(self: Forgetting, step: int) -> dict[str, float]:
+        assert self.sets[-1].base_loss is not None, "measured anew"
+        return original(self, step)
 
-    Forgetting.measure = measure  # type: ignore[method-assign]
+    Forgetting.on_measure = measure  # type: ignore[method-assign]
     return start(argv)
 
 

@@ -23,6 +23,7 @@ from tests.small_run import STEPS, arguments, before_step, overrides, refused, s
 # Between these two steps nothing is saved or evaluated.
 QUIET = (6, 7)
 SECONDS_TO_END = 10  # of all ranks, once a hook has failed on one of them
+ALL_HOOKS = ("Noting", "Nothing", "Asking", "Measuring")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
 
 
@@ -121,11 +122,13 @@ def test_events_of_both_stages_of_a_run_come_in_order(small_corpus: Path, run_di
 def runs(
     small_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, list[Counter[str]]]:
-    """Run directories of a run without hooks and of one with three, and collectives of a step."""
+    """Run directories of a run without hooks and of one with four, and collectives of a step."""
     folder = tmp_path_factory.mktemp("hooks")
     asking = hook("Asking", save=5, evaluate=2)
     collectives = []
-    for name, hooks in (("plain", []), ("hooked", [hook("Noting"), hook("Nothing"), asking])):
+    measuring = hook("Measuring", steps=[0, 3]) | {"unsafe": True}
+    all_hooks = [hook("Noting"), hook("Nothing"), asking, measuring]
+    for name, hooks in (("plain", []), ("hooked", all_hooks)):
         argv = arguments(small_corpus, folder / name, *with_hooks(*hooks))
         outcomes = run_ranks(count_collectives, 2, argv)
         assert [code for code, _ in outcomes] == [0, 0]
@@ -136,7 +139,7 @@ def runs(
 def test_a_run_with_hooks_is_bit_by_bit_the_one_without(runs: tuple[Path, Path, Any]) -> None:
     (lines, tensors), (hooked, hooked_tensors) = (result_of(each, STEPS) for each in runs[:2])
     asked_for = [line for line in hooked if "loss" not in line]
-    assert [line["step"] for line in asked_for] == [2]
+    assert [line["step"] for line in asked_for] == [0, 2]
     assert [line for line in hooked if "loss" in line] == lines
     assert tensors.keys() == hooked_tensors.keys()
     assert all(tensors[name].equal(hooked_tensors[name]) for name in tensors)
@@ -162,7 +165,7 @@ def test_a_vote_of_rank_1_alone_saves_and_evaluates_on_both(runs: tuple[Path, Pa
     for rank in (0, 1):
         found = notes(run_dir, rank)
         assert [note[2] for note in found if note[0] == "checkpoint"] == [3, 5, 6, 8]
-        assert [note[2] for note in found if note[0] == "evaluation"] == [2, 4, STEPS]
+        assert [note[2] for note in found if note[0] == "evaluation"] == [0, 2, 3, 4, STEPS, STEPS]
         logged = [place for place, note in enumerate(found) if note[:3] == ["log", 2, 2]]
         assert len(logged) == 2, "a line of its own for what was asked for"
         assert found[logged[1] + 1][0] in ("backward_done", "checkpoint"), "before the next step"
@@ -174,9 +177,22 @@ def test_numbers_and_time_of_hooks_are_in_the_metrics(runs: tuple[Path, Path, An
     assert {line["plugin/Noting/rank"] for line in lines} == {0}
     for line in lines:
         seconds = {name for name in line if name.startswith("hooks/")}
-        assert seconds == {f"hooks/{name}/seconds" for name in ("Noting", "Nothing", "Asking")}
+        assert seconds == {f"hooks/{each}/seconds" for each in ALL_HOOKS}
         assert 0 <= line["hooks/Nothing/seconds"] < line["hooks/Noting/seconds"] < 1
         assert not any("hooks/" in name or "plugin/" in name for name in deterministic_part(line))
+
+
+def test_what_a_hook_measures_with_all_ranks_is_in_the_line_of_its_step(
+    runs: tuple[Path, Path, Any],
+) -> None:
+    lines = read_metrics(runs[1] / "metrics.jsonl")
+    measured = {line["step"]: line for line in lines if "plugin/Measuring/sum" in line}
+    assert [*measured] == [0, 3, STEPS]
+    assert [line["plugin/Measuring/is_last"] for line in measured.values()] == [0, 0, 1]
+    assert len({line["plugin/Measuring/sum"] for line in measured.values()}) == 3
+    assert measured.keys() - {0} < {line["step"] for line in lines if "loss" in line}
+    told = [note for note in notes(runs[1], 1) if note[0] == "evaluation" and note[2] == 3]
+    assert [*told[0][3]] == ["plugin/Measuring/is_last", "plugin/Measuring/sum"]
 
 
 def test_saving_directly_on_one_rank_hangs_or_breaks_the_run(

@@ -266,6 +266,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     from cdrmix.engines.combination import FurtherLabels
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.training_step import micro_step
+    from cdrmix.optimizers.average import keep_average
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
@@ -276,6 +277,8 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     plan = with_small_buckets(plan)
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
+    if config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
@@ -364,6 +367,7 @@ def measured_peak(case: Case) -> int:
     """Peak of CUDA's allocator over two steps of this process, the only rank."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.training_step import micro_step
+    from cdrmix.optimizers.average import keep_average
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
@@ -372,6 +376,8 @@ def measured_peak(case: Case) -> int:
     plan = choose(config, ONE_GPU, profile=case.profile)
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
+    if config.training.ema_decay is not None:
+        keep_average(engine, config.training.ema_decay)
     ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2 * ACCUMULATION):

@@ -122,7 +122,7 @@ def test_numbers_join_a_line_under_the_name_of_the_hook() -> None:
     line = hooks.log(5, {"step": 5})
     assert line == {"step": 5, "plugin/one/a%2Fb": 2.5, "plugin/one/n": 1}
     assert started().log(5, {"step": 5}) == {"step": 5}
-    ours = started(NamedHook("cdrmix:ours", Logs({"tracker/dropped": 3}), is_ours=True))
+    ours = started(NamedHook("cdrmix:ours", Logs({"tracker/dropped": 3})))
     assert ours.log(5, {"step": 5}) == {"step": 5, "tracker/dropped": 3}
     wrong = started(NamedHook("wrong", Logs({"a": "text"})))
     wrong.log(5, {"step": 5})
@@ -307,7 +307,7 @@ def test_hooks_that_came_or_went_since_a_checkpoint_are_told_in_one_line(
     with caplog.at_level(logging.INFO, "cdrmix"):
         started(
             *(NamedHook("kept", kept), NamedHook("new", new)),
-            NamedHook("cdrmix:ours", Counting(), is_ours=True),
+            NamedHook("cdrmix:ours", Counting()),
             state=before.state_dict(),
         )
     assert (kept.count, new.count) == (1, 0)

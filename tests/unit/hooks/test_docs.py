@@ -7,9 +7,11 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from cdrmix.config.load import load_config
@@ -18,6 +20,7 @@ from cdrmix.hooks import RunView
 from cdrmix.hooks.dispatch import Hooks, configured_hooks
 from cdrmix.hooks.events import EVENTS
 from cdrmix.hooks.source import check_sources
+from cdrmix.models.backbone import Backbone
 from tests.conftest import TINY
 from tests.harness import ROOT
 
@@ -57,6 +60,30 @@ def test_the_example_stops_a_run_that_learns_no_more(
     assert run.take_wishes().reason_to_stop == told
     run.check()
     sys.modules.pop("patience")
+
+
+def test_the_example_of_a_measure_is_that_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (tmp_path / "embedding_norm.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    entry = {"use": "embedding_norm:EmbeddingNorm", "unsafe": True}
+    run = Hooks(configured_hooks([HookConfig.model_validate(entry)]))
+    config = load_config(TINY)
+    engine = SimpleNamespace(module=Backbone(config.model))
+    view: dict[str, Any] = {"config": config, "directory": tmp_path, "stage": "a"}
+    # the sum over four ranks that hold the same
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: values.mul_(4))
+    view |= {"rank": 0, "world_size": 4, "num_steps": 250, "step": 0, "engine": engine}
+    run.start(RunView(**view), state=None)
+    due = [run.measuring(step, is_last=step == 250) for step in (0, 99, 100, 250)]
+    assert [len(each) for each in due] == [1, 0, 1, 1]
+    expected = float(engine.module.embedding.weight.detach().norm())
+    measured = run.measured(due[0], 0)
+    assert measured == {"plugin/EmbeddingNorm/norm": pytest.approx(expected, rel=1e-4)}
+    sys.modules.pop("embedding_norm")
 
 
 def test_every_event_is_on_the_page() -> None:

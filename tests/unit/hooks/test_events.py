@@ -38,6 +38,14 @@ class Waiting(Hook):
 class Collective(Hook):
     collective = True
 
+class Apart(Hook):
+    def measures_at(self, step, is_last): return True
+    def on_measure(self, step): ...
+
+class Never(Hook):
+    collective = True
+    def on_measure(self, step): ...
+
 class Broken(Hook):
     def __init__(self): raise RuntimeError("no server")
 
@@ -107,6 +115,8 @@ def test_a_wrong_path_is_told_by_the_source(use: str, told: str, module: str) ->
     [
         ("Waiting", {}, "on_end: is no plain method"),
         ("Collective", {"on_error": "warn"}, "is collective"),
+        ("Apart", {}, r"on_measure: is called on all ranks alike, .* by collective = True"),
+        ("Never", {}, r"on_measure: is called where measures_at\(step, is_last\) says so"),
         ("Broken", {}, r"hooks\[0\]\.use: .*:Broken cannot be made: RuntimeError: no server"),
         ("Other", {}, "is no class made of"),
     ],
