@@ -52,7 +52,7 @@ class Loader:
         readers: threads that read ahead; batches and their order do not depend on it.
         queue_samples: most samples of this rank that are read ahead, if more than a batch; None:
             those of `prefetch` steps.
-        pin: read into memory that a GPU copies from while it computes.
+        pin: read into memory that a GPU copies from while it computes, to begin with.
     Attributes:
         samples_consumed: samples handed out to all ranks together, without those read ahead.
     Raises:
@@ -90,7 +90,6 @@ class Loader:
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._pin = pin
         self._seed = seed if shuffle else None
         self._window = window_samples if shuffle else None
         self._segment_documents = segment_documents
@@ -105,7 +104,7 @@ class Loader:
         rank_samples = np.arange(micro_batch_size) + data_rank * micro_batch_size
         self._offsets = (micro_starts[:, None] + rank_samples).ravel()  # [A * B]
         self._queue_samples = queue_samples
-        self._begin(self._within_queue(ReadLimits(prefetch, readers)))
+        self._begin(self._within_queue(ReadLimits(prefetch, readers, pins=pin)))
 
     def next(self) -> Batch:
         """Returns the rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
@@ -252,7 +251,7 @@ class Loader:
             "labels": torch.from_numpy(labels) if self._segment_documents else whole[..., 1:],
             **{name: torch.from_numpy(values) for name, values in further.items()},
         }
-        if self._pin:
+        if self._batches.limits.pins:
             # A thread's device is the first one until it is set, and would get a context there.
             torch.cuda.set_device(runtime.device())
             batch = {name: each.contiguous().pin_memory() for name, each in batch.items()}

@@ -21,6 +21,7 @@ class ReadLimits(NamedTuple):
     batches: int  # read or being read, beside the one that is in use; 0: none is read ahead
     threads: int = 1
     max_bytes: int | None = None  # of these batches together, though one is always read; None: any
+    pins: bool = False  # read into memory that a GPU copies from while it computes
 
 
 class ReadFigures(NamedTuple):
@@ -125,7 +126,7 @@ class ReadAhead(Generic[Work, Batch]):
 
     def _room(self) -> int:
         """Batches that may be read or being read, beside the one in use."""
-        batches, _, max_bytes = self._limits
+        batches, max_bytes = self._limits.batches, self._limits.max_bytes
         if max_bytes is None or batches == 0:
             return batches
         if self.batch_bytes is None:  # the first one tells

@@ -1,8 +1,9 @@
 """Rules by which a rank reads further ahead while its steps wait, and gives memory back.
 
-What is adapted changes no number of a run: how many batches are read ahead, and by how many
-threads. A rank decides by its own waits. Reading further ahead evens out single slow reads; more
-threads are what helps where each read is slow, since a wait for disk or network takes no core.
+What is adapted changes no number of a run: how many batches are read ahead, by how many threads,
+and whether into pinned memory. A rank decides by its own waits. Reading further ahead evens out
+single slow reads; more threads are what helps where each read is slow, since a wait for disk or
+network takes no core.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MEMORY_PART = 0.25
 _SPARE_RATE = 1.25
 # Less than this makes the steps no faster.
 _FASTER = 1.05
+# A link that is filled that far gives more readers nothing more.
+_FULL_NETWORK = 0.9
 # Windows without a decision: behind a change, until its effect shows; where a change did not help;
 # and after memory was short.
 _SETTLING, _HOLDING, _CALMING = 1, 64, 16
@@ -40,6 +43,7 @@ class Window(NamedTuple):
     reading: ReadFigures
     memory_bytes: float  # that this rank may still take; below 0 too much is taken
     idle_cores: float  # of the host
+    network_share: float = 0.0  # of the fullest link's speed, where the data comes over a network
 
 
 class Change(NamedTuple):
@@ -59,7 +63,9 @@ def first_limits(resources: ResourcesConfig) -> ReadLimits:
 class ReadPace:
     """Judges windows of steps, with a memory of what helped."""
 
-    def __init__(self, resources: ResourcesConfig) -> None:
+    def __init__(self, resources: ResourcesConfig, *, pins: bool = False) -> None:
+        """`pins` where batches are read into pinned memory as long as there is room."""
+        self._pins = pins
         self._adapts_batches = resources.prefetch_batches == "auto"
         self._adapts_threads = resources.reader_threads == "auto"
         self._share = resources.share
@@ -73,15 +79,20 @@ class ReadPace:
         return self._adapts_batches or self._adapts_threads
 
     def relieve(self, memory_bytes: float, limits: ReadLimits) -> Change | None:
-        """Gives memory back where too much of the host's is taken: half of the batches."""
-        if memory_bytes >= 0 or not self._adapts_batches or limits.batches <= 1:
+        """Gives memory back where too much of the host's is taken: half of the batches, and pinned
+        memory, of which torch keeps what was freed."""
+        if memory_bytes >= 0 or not self._adapts_batches:
+            return None
+        if limits.batches <= 1 and not limits.pins:
             return None
         self._quiet = _CALMING
         self._before = None
-        batches = limits.batches // 2
-        threads = min(limits.threads, batches) if self._adapts_threads else limits.threads
+        batches = max(min(limits.batches, 1), limits.batches // 2)
+        threads = limits.threads
+        if self._adapts_threads:
+            threads = max(1, min(threads, batches))
         return Change(
-            limits._replace(batches=batches, threads=threads),
+            limits._replace(batches=batches, threads=threads, pins=False),
             f"the host's memory is filled by {-memory_bytes / _GIB:.1f} GiB more than the "
             f"{100 * self._share:g} % of resources.memory_share",
         )
@@ -91,6 +102,8 @@ class ReadPace:
         if self._quiet > 0:
             self._quiet -= 1
             return None
+        if self._pins and not limits.pins and window.memory_bytes > 0:
+            return Change(limits._replace(pins=True), "there is room again")
         waited = window.waited_seconds / window.seconds
         rate = window.steps / window.seconds
         before, self._before = self._before, None
@@ -101,6 +114,14 @@ class ReadPace:
             return Change(
                 before[0],
                 f"more at once made steps no faster: {rate:.3g} a second, {before[1]:.3g} before",
+            )
+        if window.network_share > _FULL_NETWORK:
+            self._quiet = _HOLDING
+            return Change(
+                limits,
+                f"steps waited for data {100 * waited:.0f} % of the time, but its link is at "
+                f"{100 * window.network_share:.0f} % of its speed, of which more readers make "
+                "nothing more",
             )
         wanted = self._wanted(window, limits)
         affordable = _MEMORY_PART * max(0.0, window.memory_bytes) / max(1, batch_bytes)

@@ -25,8 +25,9 @@ from cdrmix.errors import StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
 from cdrmix.planning.text_page import size_text
-from cdrmix.runtime.host_memory import is_in_memory, usable_bytes
-from cdrmix.runtime.idle_cores import IdleCores
+from cdrmix.runtime.host_memory import usable_bytes
+from cdrmix.runtime.host_use import IdleCores, NetworkUse
+from cdrmix.runtime.mounts import is_between_hosts, is_in_memory
 
 logger = get_logger(__name__)
 
@@ -46,6 +47,7 @@ class Reading:
     Args:
         memory_left: memory (bytes) that processes of this host may still take; below 0 once they
             take too much.
+        network: reads how full the links of this host are; asked where its data comes by one.
     """
 
     def __init__(
@@ -54,9 +56,13 @@ class Reading:
         resources: ResourcesConfig,
         *,
         memory_left: Callable[[], float] | None = None,
+        network: NetworkUse | None = None,
     ) -> None:
         self._loader = loader
-        self._pace = ReadPace(resources)
+        self._pins = loader.limits.pins
+        self._pace = ReadPace(resources, pins=self._pins)
+        by_network = remote_files(loader.folder) is not None or is_between_hosts(loader.folder)
+        self._network = (network or NetworkUse()) if by_network else None
         self._memory_left = memory_left or partial(usable_bytes, resources.share)
         self._memory = self._memory_left()
         self._memory_read = time.monotonic()
@@ -103,6 +109,7 @@ class Reading:
             self._loader.take_read_figures(),
             self._memory / runtime.local_world_size(),
             self._idle.read(),
+            self._network.read() if self._network is not None else 0.0,
         )
         self._begin_window()
         change = self._pace.judge(window, self._loader.limits, self._loader.batch_bytes or 1)
@@ -116,7 +123,17 @@ class Reading:
         before = self._loader.limits
         self._loader.set_limits(change.limits)
         after = self._loader.limits
-        return f"reading ahead: {_words(after)} instead of {_words(before)}: {change.why}"
+        if after == before:
+            return f"reading ahead: {self._words(after)} as before: {change.why}"
+        if before.pins and not after.pins:
+            runtime.release_pinned_memory()
+        return f"reading ahead: {self._words(after)} instead of {self._words(before)}: {change.why}"
+
+    def _words(self, limits: ReadLimits) -> str:
+        batches = f"{limits.batches} batch{'es' * (limits.batches != 1)}"
+        threads = f"{limits.threads} thread{'s' * (limits.threads != 1)}"
+        pinned = f", {'not ' * (not limits.pins)}pinned" if self._pins else ""
+        return f"{batches} by {threads}{pinned}"
 
     def _fit_cache(self) -> str | None:
         """Fits the cache of a remote data set to what its place has left: a disk that is nearly
@@ -150,6 +167,8 @@ class Reading:
             return
         limits = self._loader.limits
         present = {"prefetch_batches": limits.batches, "reader_threads": limits.threads}
+        if self._pins:
+            present["pinned"] = limits.pins
         record_change(folder, {"reading": present}, step, change)
 
 
@@ -170,8 +189,3 @@ def read_resources(folder: Path) -> dict[str, Any]:
         if isinstance(values, dict):
             return values
     return {}
-
-
-def _words(limits: ReadLimits) -> str:
-    batches = f"{limits.batches} batch{'es' * (limits.batches != 1)}"
-    return f"{batches} by {limits.threads} thread{'s' * (limits.threads != 1)}"

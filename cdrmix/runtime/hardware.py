@@ -191,6 +191,11 @@ def matmul_flops_per_second(precision: Literal["bf16", "fp32"]) -> float:
     return 2 * size**3 / min(seconds)
 
 
+def release_pinned_memory() -> None:
+    """Gives the host pinned memory back that torch keeps for later."""
+    torch.accelerator.empty_host_cache()
+
+
 def release_memory() -> None:
     """Frees unreachable reference cycles and cached memory of this rank, of host and device."""
     # An engine and its hooks refer to each other: its weights and moments would stay beside those

@@ -48,19 +48,6 @@ def usable_bytes(share: float, root: Path = Path("/")) -> float:
     return available_memory_gib(root) * _GIB - (1 - share) * most
 
 
-def is_in_memory(folder: Path, root: Path = Path("/")) -> bool:
-    """True if what is written to a folder fills memory and no disk, such as /dev/shm."""
-    place, kind = Path("/"), ""
-    with suppress(OSError, ValueError):
-        path = folder.resolve()
-        for line in (root / "proc/self/mounts").read_text(encoding="utf-8").splitlines():
-            _, where, of_kind, *_ = line.split()
-            mount = Path(where.replace("\\040", " "))
-            if path.is_relative_to(mount) and mount.is_relative_to(place):
-                place, kind = mount, of_kind
-    return kind in ("tmpfs", "ramfs")
-
-
 class _Group(NamedTuple):
     """Limit of a control group, and what it leaves (bytes)."""
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-
 from cdrmix.config.schema import Config
 from cdrmix.config.tracking import MlflowOptions, TrackerConfig, WandbOptions
 from cdrmix.errors import ConfigError
+from cdrmix.runtime.mounts import file_system, is_between_hosts
 from cdrmix.tracking.environment import has_wandb_key
 
 # Packages of each of ours, all of its extra.
@@ -19,11 +18,6 @@ _PACKAGES = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-# File systems between hosts, on which the locks of SQLite cannot be relied on.
-_BETWEEN_HOSTS = (
-    *("afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
-    *("ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "sshfs", "wekafs"),
-)
 
 
 def trackers_of(config: Config) -> Sequence[TrackerConfig]:
@@ -63,22 +57,14 @@ def check_trackers(
                     "monitoring.trackers, wandb: mode = online needs the variable WANDB_API_KEY; a "
                     "key elsewhere, such as in ~/.netrc, is not read. Set it, or take mode: offline"
                 )
-        elif tracker.use == "mlflow" and MlflowOptions.model_validate(tracker.options).uri is None:
-            kind = file_system(place)
-            if kind in _BETWEEN_HOSTS:
+        elif tracker.use == "mlflow":
+            own_file = MlflowOptions.model_validate(tracker.options).uri is None
+            if own_file and is_between_hosts(place):
                 problems.append(
-                    f"monitoring.trackers, mlflow: {place} is on {kind}, whose locks SQLite cannot "
-                    "rely on. Give options.uri, an MLflow server, or leave the tracker out and "
-                    "make its copy on a local disk: cdrmix track RUN_DIR --to mlflow --out DIR"
+                    f"monitoring.trackers, mlflow: {place} is on {file_system(place)}, whose locks "
+                    "SQLite cannot rely on. Give options.uri, an MLflow server, or leave the "
+                    "tracker out and make its copy on a local disk: cdrmix track RUN_DIR --to "
+                    "mlflow --out DIR"
                 )
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def file_system(path: Path) -> str:
-    """Returns the type of the file system that a path is, or would be, on; empty if unknown."""
-    real = path.resolve()
-    # The last of several mounts at one place hides the others.
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    kinds = (mounts[place] for place in (real, *real.parents) if place in mounts)
-    return next(kinds, "").removeprefix("fuse.")

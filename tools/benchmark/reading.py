@@ -82,9 +82,9 @@ def seconds_a_step(
         reading.next_batch(step=step, folder=folder)
         time.sleep(STEP_SECONDS)
     seconds = (time.perf_counter() - began) / steps
-    batches, threads, _ = loader.limits
+    limits = loader.limits
     loader.close()
-    return seconds, f"{batches} batches, {threads} threads"
+    return seconds, f"{limits.batches} batches, {limits.threads} threads"
 
 
 def measure(rounds: int) -> dict[str, Any]:

@@ -20,15 +20,16 @@ def window(
     cpu_share: float = 0.0,
     memory: float = GIB,
     idle: float = 4,
+    network: float = 0.0,
 ) -> Window:
     """Ten steps that waited for a share of their time; each batch took so long to read."""
     seconds = 10 * step_seconds / (1 - waited)
     figures = ReadFigures(10, 10 * read_seconds, cpu_share * 10 * read_seconds)
-    return Window(10, seconds, waited * seconds, figures, memory, idle)
+    return Window(10, seconds, waited * seconds, figures, memory, idle, network)
 
 
-def pace(**given: Any) -> ReadPace:
-    return ReadPace(ResourcesConfig.model_validate(given))
+def pace(*, pins: bool = False, **given: Any) -> ReadPace:
+    return ReadPace(ResourcesConfig.model_validate(given), pins=pins)
 
 
 def test_threads_are_as_many_as_reads_take_steps_and_batches_go_with_them() -> None:
@@ -98,3 +99,33 @@ def test_a_full_memory_halves_the_batches_and_holds_growth_back() -> None:
     assert held == [None] * 16
     assert judge.judge(window(waited=0.7), limits, BATCH_BYTES) is not None
     assert judge.relieve(1.0, limits) is None
+
+
+def test_pinned_memory_is_given_back_last_and_taken_again_once_there_is_room() -> None:
+    judge = pace(pins=True)
+    limits = ReadLimits(2, 1, pins=True)
+    change = judge.relieve(-GIB, limits)
+    assert change is not None and change.limits == ReadLimits(1, 1, pins=False)
+    assert judge.relieve(-GIB, change.limits) is None
+    alone = judge.relieve(-GIB, ReadLimits(1, 1, pins=True))
+    assert alone is not None and alone.limits == ReadLimits(1, 1, pins=False)
+    short = [judge.judge(window(waited=0.0, memory=-1), change.limits, 1) for _ in range(20)]
+    assert short == [None] * 20
+    again = judge.judge(window(waited=0.0), change.limits, BATCH_BYTES)
+    assert again is not None and again.limits == ReadLimits(1, 1, pins=True)
+    assert again.why == "there is room again"
+    assert judge.judge(window(waited=0.0), again.limits, BATCH_BYTES) is None
+
+
+def test_a_full_link_is_told_and_gets_no_more_readers() -> None:
+    judge = pace()
+    limits = ReadLimits(4, 2)
+    full = judge.judge(window(waited=0.7, network=0.93), limits, BATCH_BYTES)
+    assert full is not None and full.limits == limits
+    assert "its link is at 93 % of its speed" in full.why
+    quiet = [judge.judge(window(waited=0.7, network=0.93), limits, BATCH_BYTES) for _ in range(64)]
+    assert quiet == [None] * 64, "told once, for a while"
+    grown = judge.judge(window(waited=0.7, network=0.5), limits, BATCH_BYTES)
+    assert grown is not None and grown.limits.threads > 2
+    idle = judge.judge(window(waited=0.0, network=0.99), limits, BATCH_BYTES)
+    assert idle is None, "steps that do not wait"

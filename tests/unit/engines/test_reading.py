@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from cdrmix import runtime
 from cdrmix.config.resources import ResourcesConfig
 from cdrmix.data import remote
 from cdrmix.data.loader import Loader
@@ -15,6 +18,7 @@ from cdrmix.data.remote import CacheSize, remember
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines import reading as reading_module
 from cdrmix.engines.reading import Reading, read_resources
+from cdrmix.runtime.host_use import NetworkUse
 from tests.unit.data.test_loader import make_loader
 from tests.unit.data.token_folder import write_counting_folder
 from tools.benchmark.reading import GIVEN, READ_SECONDS, seconds_a_step, write_tokens
@@ -89,3 +93,60 @@ def test_a_cache_gives_room_back_where_its_disk_is_nearly_full(
     told = [change["change"] for change in read_resources(tmp_path)["changes"]]
     assert "the disk is short by" in told[0]
     assert "there is room again" in told[1]
+
+
+def test_pinned_memory_is_given_back_while_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[int] = []
+    released: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(runtime, "release_pinned_memory", lambda: released.append(1))
+    monkeypatch.setattr(reading_module, "_MEMORY_SECONDS", 0.0)
+    folder = write_counting_folder(tmp_path / "tokens", 1003 * 4 + 1, max_tokens=600)
+    loader = make_loader(TokenDataset(folder, "train", 4), prefetch=1, pin=True)
+    plain = make_loader(loader._dataset)  # type: ignore[arg-type]
+    left = [2.0**33]
+    reading = Reading(loader, ResourcesConfig(), memory_left=lambda: left[0])
+    for step in range(8):
+        left[0] = 2.0**33 if step < 2 else -(2.0**30)
+        batch = reading.next_batch(step=step, folder=tmp_path)
+        assert (batch["input_ids"] == plain.next()["input_ids"]).all()
+        if step == 4:  # what was being read is read
+            before = len(pinned)
+    loader.close()
+    assert 0 < before == len(pinned)
+    assert released == [1]
+    record = read_resources(tmp_path)
+    assert record["reading"] == {"prefetch_batches": 1, "reader_threads": 1, "pinned": False}
+    told = "reading ahead: 1 batch by 1 thread, not pinned instead of 1 batch by 1 thread, pinned: "
+    assert record["changes"][0]["change"].startswith(told)
+
+
+def test_a_full_link_is_told_where_data_comes_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(NetworkUse):
+        def read(self) -> float:
+            return 0.97
+
+    folder = write_counting_folder(tmp_path / "tokens", 1003 * 4 + 1, max_tokens=600)
+    read = Loader._read
+    monkeypatch.setattr(Loader, "_read", lambda *a: time.sleep(0.05) or read(*a))
+    for is_remote in (False, True):
+        monkeypatch.setattr(reading_module, "is_between_hosts", lambda _, r=is_remote: r)
+        loader = make_loader(TokenDataset(folder, "train", 4), prefetch=1)
+        record = tmp_path / str(is_remote)
+        record.mkdir()
+        reading = Reading(loader, ResourcesConfig(), network=Full())
+        for step in range(6):
+            reading.next_batch(step=step, folder=record)
+        loader.close()
+        (change, *_) = read_resources(record)["changes"]
+        assert ("its link is at 97 % of its speed" in change["change"]) == is_remote

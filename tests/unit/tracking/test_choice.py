@@ -11,8 +11,9 @@ import pytest
 from cdrmix.config.load import kept_values, load_config, snapshot_yaml
 from cdrmix.config.tracking import TrackerConfig
 from cdrmix.errors import ConfigError
+from cdrmix.runtime.mounts import file_system, is_between_hosts, is_in_memory
 from cdrmix.tracking import choice
-from cdrmix.tracking.choice import check_trackers, file_system, trackers_of
+from cdrmix.tracking.choice import check_trackers, trackers_of
 from cdrmix.tracking.tracker import timed_lines
 from tests.small_run import CONFIG
 
@@ -89,6 +90,8 @@ def test_sqlite_is_refused_between_hosts(tmp_path: Path, monkeypatch: pytest.Mon
     assert file_system(Path("/home/me/run")) == "sshfs"
     assert file_system(Path("/scratch")) == "xfs"
     assert file_system(Path("/scratches")) == "ext4"
+    assert is_between_hosts(Path("/home/me")) and not is_between_hosts(Path("/scratch"))
+    assert not is_in_memory(Path("/scratch"))
     with pytest.raises(ConfigError, match=r"is on nfs4, whose locks SQLite cannot\s+rely on"):
         check_trackers(trackers("[mlflow]"), tmp_path / "run")
     check_trackers(trackers("[tensorboard, wandb]"), tmp_path)
