@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
 from cdrmix.reasoning.episodic_index import DUPLICATE_COSINE, Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.shared_words import words_of
 from cdrmix.reasoning.working_memory import weights_digest
 
 logger = get_logger(__name__)
@@ -56,11 +57,15 @@ class Earlier:
     """Entries of an index as segments that stand before those of a text.
 
     Segments are numbered by the entries' places, so the index must not change meanwhile. It is
-    searched exactly, or by FAISS; raises ConfigError if that is not installed.
+    searched exactly, or by FAISS; raises ConfigError if that is not installed. `decode` makes text
+    of tokens.
     """
 
-    def __init__(self, index: EpisodicIndex, *, faiss: bool) -> None:
+    def __init__(
+        self, index: EpisodicIndex, *, faiss: bool, decode: Callable[[Sequence[int]], str]
+    ) -> None:
         self.index = index
+        self.words = [words_of(decode(entry.tokens)) for entry in index.entries]
         self._search = FaissCache(index).search if faiss else index.search
 
     def find(

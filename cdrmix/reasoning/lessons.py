@@ -188,7 +188,8 @@ class Lessons:
     def texts(self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[str]) -> Texts:
         """Builds a batch from the segments and the question of each text."""
         ids = [self.tokenizer.encode(question) for question in questions]
-        return make_texts(segments, ids, self.marks, most=self._segment_tokens)
+        decode = self.tokenizer.decode
+        return make_texts(segments, ids, self.marks, most=self._segment_tokens, decode=decode)
 
     def segments(self, text: str) -> list[list[int]]:
         """Cuts a text into segments of tokens."""

@@ -5,7 +5,8 @@ Each step takes one action. While the text lasts, every action moves on to the n
     SUMMARIZE folds the segment into the slots     CACHE_WRITE writes it to memory
     RETRIEVE fetches segments like this one        SPLICE_WINDOW passes the segment by
 
-Once the question is asked, RETRIEVE fetches the segments nearest to the query of the window,
+Once the question is asked, RETRIEVE fetches the segments nearest to the query of the window, those
+with words of question and window first (`memory.words_share`),
 SPLICE_WINDOW puts them into the window, and SPLICE_WINDOW with nothing fetched answers. An episode
 is rewarded for the score of its answer.
 """
@@ -30,6 +31,7 @@ from cdrmix.planning.stage_b import steps_after_question
 from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
+from cdrmix.reasoning.shared_words import SharedWords
 
 # (text, answer tokens) -> 0 to 1
 Grade = Callable[[int, Sequence[int]], float]
@@ -71,6 +73,7 @@ class ReadingEpisodes:
         grade: score of an answer.
         forbidden: actions that are never legal.
         slots: False leaves slots out of every window, whatever was folded into them.
+        words: False chooses segments by their keys alone.
         earlier: entries of earlier texts; None for none.
 
     Attributes:
@@ -86,6 +89,7 @@ class ReadingEpisodes:
         *,
         forbidden: frozenset[Action] = frozenset(),
         slots: bool = True,
+        words: bool = True,
         earlier: Earlier | None = None,
     ) -> None:
         self.reader = reader
@@ -108,7 +112,13 @@ class ReadingEpisodes:
         self.num_earlier = len(entries)
         # of each text, [P]
         self._most_steps = reading.texts.num_segments + steps_after_question(self.config)
-        self.texts = reading.texts.behind([entry.tokens for entry in entries])
+        self.texts = reading.texts.behind(
+            [entry.tokens for entry in entries], earlier.words if earlier else ()
+        )
+        self._words_share = reader.config.memory.words_share if words else 0.0
+        self._words: dict[int, SharedWords] = {}  # of each text that was asked of
+        # of each text and segments in its window, the overlap of every segment
+        self._overlaps: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self.retrieval_seconds = 0.0
         self.num_retrievals = 0
         # rollouts of one text often share a window: each is run, and answered, once
@@ -341,9 +351,35 @@ class ReadingEpisodes:
             scores = torch.cat([cosines, scores], dim=1)
         in_window = (candidates.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
         usable = (candidates >= 0) & ~in_window
-        best = scores.masked_fill(~usable, -torch.inf).sort(dim=1, descending=True, stable=True)
-        order = best.indices[:, : self.top_k]
+        wanted = scores
+        if self._words_share:
+            asks = torch.nonzero(retrieves & at_question).flatten()
+            overlap = self._overlap(state, asks, candidates).masked_fill(~usable, 0.0)
+            most = overlap.amax(1, keepdim=True).clamp(min=torch.finfo(overlap.dtype).tiny)
+            wanted = (1 - self._words_share) * scores + self._words_share * (overlap / most)
+        wanted = wanted.masked_fill(~usable, -torch.inf)
+        order = wanted.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k]
         nearest = torch.where(usable.gather(1, order), candidates.gather(1, order), -1)
         nearest = F.pad(nearest, (0, self.top_k - nearest.shape[1]), value=-1)
         buffer = torch.where(retrieves.unsqueeze(1), nearest, state.buffer)
-        return buffer, torch.where(retrieves, best.values[:, 0].clamp(min=0), state.score)
+        cosine = scores.masked_fill(~usable, 0.0).gather(1, order)[:, 0].clamp(min=0)
+        return buffer, torch.where(retrieves, cosine, state.score)
+
+    def _overlap(self, state: ReadingState, asks: Tensor, candidates: Tensor) -> Tensor:
+        """Weights of the words that candidates share with the question and the window, [N, C].
+
+        Rows that are not among `asks`, [n], have 0.
+        """
+        overlap = torch.zeros(candidates.shape, device=candidates.device)
+        if len(asks) == 0:
+            return overlap
+        found = []
+        for place in asks.tolist():
+            row, fetched = int(state.rows[place]), tuple(self._wanted(state, place))
+            if (row, fetched) not in self._overlaps:
+                words = self._words.setdefault(row, SharedWords(self.texts.words[row]))
+                scores = words.scores(words.asked(self.texts.asked[row], fetched))
+                self._overlaps[row, fetched] = torch.tensor(scores, device=candidates.device)
+            found.append(self._overlaps[row, fetched])
+        of_all = torch.stack(found)  # [n, segments]
+        return overlap.index_copy(0, asks, of_all.gather(1, candidates[asks].clamp(min=0)))

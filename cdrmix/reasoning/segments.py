@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.errors import DataError
+from cdrmix.reasoning.shared_words import words_of
 
 
 class Marks(NamedTuple):
@@ -36,6 +37,8 @@ class Texts:
     tokens: Tensor  # [N, L, S] int64, padded at the end of each segment
     lengths: Tensor  # tokens of each segment, 0 where empty, [N, L]
     questions: tuple[tuple[int, ...], ...]  # tokens of each question
+    words: tuple[tuple[frozenset[str], ...], ...]  # of each segment, none where empty, [N][L]
+    asked: tuple[frozenset[str], ...]  # words of each question, [N]
 
     @property
     def mask(self) -> Tensor:
@@ -48,8 +51,11 @@ class Texts:
         """Number of segments of each text, [N]."""
         return (self.lengths > 0).sum(1)
 
-    def behind(self, segments: Sequence[Sequence[int]]) -> Texts:
-        """Returns the texts with the same further segments, numbered first, before each."""
+    def behind(
+        self, segments: Sequence[Sequence[int]], words: Sequence[frozenset[str]] = ()
+    ) -> Texts:
+        """Returns the texts with the same further segments, of such words, numbered first, before
+        each."""
         longest = max(map(len, segments), default=0)
         wider = max(longest - self.tokens.shape[2], 0)
         tokens = F.pad(self.tokens, (0, wider, len(segments), 0))
@@ -57,7 +63,8 @@ class Texts:
         for place, ids in enumerate(segments):
             tokens[:, place, : len(ids)] = torch.tensor(ids)
             lengths[:, place] = len(ids)
-        return Texts(tokens, lengths, self.questions)
+        all_words = tuple((*words, *own) for own in self.words)
+        return Texts(tokens, lengths, self.questions, all_words, self.asked)
 
     def segment(self, row: int, place: int) -> list[int]:
         """Returns the tokens of one segment."""
@@ -119,10 +126,11 @@ def make_texts(
     marks: Marks,
     *,
     most: int,
+    decode: Callable[[Sequence[int]], str],
 ) -> Texts:
     """Builds a batch of texts from the tokens of their segments and questions; `most` is S.
 
-    At least one text has a segment.
+    At least one text has a segment. `decode` makes text of tokens.
     """
     length = max(len(segments) for segments in texts)
     tokens = torch.full((len(texts), length, most), marks.pad)
@@ -131,7 +139,13 @@ def make_texts(
         for place, segment in enumerate(segments, length - len(segments)):
             tokens[row, place, : len(segment)] = torch.tensor(segment)
             lengths[row, place] = len(segment)
-    return Texts(tokens, lengths, tuple(tuple(question) for question in questions))
+    words = tuple(
+        (frozenset[str](),) * (length - len(segments))
+        + tuple(words_of(decode(segment)) for segment in segments)
+        for segments in texts
+    )
+    asked = tuple(words_of(decode(question)) for question in questions)
+    return Texts(tokens, lengths, tuple(map(tuple, questions)), words, asked)
 
 
 class Asked(NamedTuple):

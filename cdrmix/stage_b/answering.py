@@ -133,7 +133,7 @@ def answer_with(
     tokenizer = loaded.trained.tokenizer_digest
     # A question alone makes no index: there would be nothing to store.
     with opened(lasting.folder, loaded.reader, tokenizer=tokenizer, make=bool(segments)) as index:
-        earlier = Earlier(index, faiss=lasting.faiss)
+        earlier = Earlier(index, faiss=lasting.faiss, decode=decode)
         played = _play(loaded, texts, earlier, branches=branches)
         # Only now: a call that fails before leaves the index as it was.
         outcome = _store(index, played, lasting.source)

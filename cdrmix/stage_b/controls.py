@@ -6,6 +6,7 @@
     all       writes all that the budget allows, keeping one operation to retrieve
     words     retrieves by shared words, weighted by how rare they are in the text; no parameter
     random    legal actions, drawn evenly
+    -words    the agent, retrieving by the keys of segments alone
     -plastic  the agent without fast weights
     -slots    the agent without slots
     -write    the agent without writing to memory
@@ -18,9 +19,7 @@ All but `whole` and `state` are answered by the reader, which reads what its mem
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +38,13 @@ from cdrmix.reasoning.reading_environment import (
     ReadingState,
 )
 from cdrmix.reasoning.segments import Texts, window_tokens
+from cdrmix.reasoning.shared_words import SharedWords
 from cdrmix.reasoning.tasks import Example
 
-CONTROLS = ("whole", "state", "oracle", "all", "words", "random", "-plastic", "-slots", "-write")
+CONTROLS = (
+    *("whole", "state", "oracle", "all", "words", "random"),
+    *("-words", "-plastic", "-slots", "-write"),
+)
 _WILSON_Z = 1.96  # of a 95 % interval
 
 
@@ -221,16 +224,12 @@ class Controls:
 
     def _by_words(self) -> list[list[int]]:
         """Fetches as the agent may: `top_k` segments a round, each round asking for more."""
-        decode = self._lessons.tokenizer.decode
         config = self._reader.config
         sizes = {"rounds": config.policy.retrieval_rounds, "top_k": config.memory.top_k}
-        chosen = []
-        for row, example in enumerate(self._examples):
-            length = self._texts.tokens.shape[1]
-            places = range(length - int(self._texts.num_segments[row]), length)
-            words = {place: _words(decode(self._texts.segment(row, place))) for place in places}
-            chosen.append(by_shared_words(words, _words(example.question), **sizes))
-        return chosen
+        return [
+            by_shared_words(words, asked, **sizes)
+            for words, asked in zip(self._texts.words, self._texts.asked, strict=True)
+        ]
 
     def _played(self, column: str) -> ReadingState:
         reader = self._reader
@@ -243,7 +242,10 @@ class Controls:
         if column == "-write":
             forbidden = frozenset([Action.CACHE_WRITE])
         episodes = ReadingEpisodes(
-            reader, reading, self._grade, forbidden=forbidden, slots=column != "-slots"
+            *(reader, reading, self._grade),
+            forbidden=forbidden,
+            slots=column != "-slots",
+            words=column != "-words",
         )
         if column == "all":
             return _play(episodes, lambda state, seen: _write_all(episodes, state, seen))
@@ -256,35 +258,22 @@ class Controls:
 
 
 def by_shared_words(
-    segments: dict[int, set[str]], question: set[str], *, rounds: int, top_k: int
+    segments: Sequence[frozenset[str]], question: frozenset[str], *, rounds: int, top_k: int
 ) -> list[int]:
     """Chooses segments by the words that they share with the question and those chosen before.
 
-    A word weighs the logarithm of the number of segments over that of those with the word. Returns
-    the places of the segments, the most wanted first; equal ones go to the earlier.
+    Returns the places of the segments, the most wanted first; equal ones go to the earlier.
     """
-    counts = Counter(word for words in segments.values() for word in words)
-    weight = {word: math.log(len(segments) / count) for word, count in counts.items()}
-    asked = set(question)
+    shared = SharedWords(segments)
     chosen: list[int] = []
     for _ in range(rounds):
-        scores = {
-            place: sum(weight[word] for word in words & asked)
-            for place, words in segments.items()
-            if place not in chosen
-        }
-        best = sorted(scores, key=lambda place: (-scores[place], place))[:top_k]
-        best = [place for place in best if scores[place] > 0]
+        scores = shared.scores(shared.asked(question, chosen))
+        left = (place for place in range(len(scores)) if place not in chosen and scores[place] > 0)
+        best = sorted(left, key=lambda place: (-scores[place], place))[:top_k]
         if not best:
             break
         chosen += best
-        for place in best:
-            asked |= segments[place]
     return chosen
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text.lower()))
 
 
 def _play(

@@ -129,7 +129,7 @@ def test_an_empty_index_changes_nothing() -> None:
         key_size=config.stage_b.memory.summary_dim, max_tokens=99, encoder="", tokenizer=""
     )
     found = []
-    for earlier in (None, Earlier(empty, faiss=False)):
+    for earlier in (None, Earlier(empty, faiss=False, decode=tokenizer().decode)):
         episodes = ReadingEpisodes(reader, reader.read(texts), lambda *_: 0.5, earlier=earlier)
         generator = torch.Generator().manual_seed(0)
         found.append(roll_out(episodes, reader.policy, episodes.start(2), generator=generator))
@@ -156,8 +156,9 @@ def test_what_is_nearest_is_fetched_wherever_it_is_from(faiss: bool) -> None:
     reading = dataclasses.replace(
         reader.read(texts), keys=F.normalize(torch.randn(4, length, size), dim=-1)
     )
-    earlier = Earlier(index, faiss=faiss)
-    episodes = ReadingEpisodes(reader, reading, lambda *_: 0.5, earlier=earlier)
+    earlier = Earlier(index, faiss=faiss, decode=tokenizer().decode)
+    # entries and keys are drawn at random: their words say nothing
+    episodes = ReadingEpisodes(reader, reading, lambda *_: 0.5, words=False, earlier=earlier)
     state = episodes.start()
     while episodes.observe(state).legal[:, Action.CACHE_WRITE].any():
         legal = episodes.observe(state).legal[:, Action.CACHE_WRITE]

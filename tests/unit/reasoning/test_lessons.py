@@ -309,6 +309,40 @@ def test_an_episode_writes_fetches_and_answers() -> None:
     assert (reward > 0.5).all()
 
 
+def test_words_in_common_lead_where_keys_do_not_and_follow_what_was_fetched() -> None:
+    config = small_config()
+    reader, lessons = small_reader(config), small_lessons(config)
+    sentences = ["The sun rose early.", "Let lona be tibu.", "Let mare be 17.", "Let tibu be mare."]
+    segments = [lessons.tokenizer.encode(sentence) for sentence in sentences]
+    texts = lessons.texts([segments], ["Where was lona?"])
+    reading = reader.read(texts)
+    # keys ask for the segment that has nothing to do with it
+    keys = torch.zeros_like(reading.keys)
+    keys[..., 0] = torch.tensor([0.9, 0.5, 0.5, 0.5])
+    reading = dataclasses.replace(reading, keys=keys)
+
+    def fetched(*, share: float, words: bool = True) -> list[int]:
+        memory = reader.config.memory.model_copy(update={"words_share": share, "top_k": 1})
+        reader.config = reader.config.model_copy(update={"memory": memory})
+        episodes = ReadingEpisodes(reader, reading, lambda *_: 0.0, words=words)
+        state = episodes.start()
+        for _ in sentences:
+            state = episodes.step(state, torch.tensor([Action.CACHE_WRITE])).state
+        found = []
+        for _ in range(3):
+            state = dataclasses.replace(state, query=F.one_hot(torch.tensor([0]), 32).float())
+            state = episodes.step(state, torch.tensor([Action.RETRIEVE])).state
+            found.append(int(state.buffer[0, 0]))
+            expected = keys[0, found[-1], 0]
+            assert state.score.item() == pytest.approx(expected), "the agent sees the cosine"
+            state = episodes.step(state, torch.tensor([Action.SPLICE_WINDOW])).state
+        return found
+
+    for share in (0.4, 1.0):
+        assert fetched(share=share) == [1, 3, 2], "hop by hop"
+    assert fetched(share=0.0) == fetched(share=0.4, words=False) == [0, 1, 2]
+
+
 def test_branches_of_one_text_see_nothing_of_another() -> None:
     config = small_config(tasks=("needle_keys",), length_ratios=(1,))
     reader, lessons = small_reader(config), small_lessons(config)

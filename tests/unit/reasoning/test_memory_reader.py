@@ -1,5 +1,7 @@
 """Reading beyond the window: what is kept, what is forgotten, and whose it is."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -31,7 +33,11 @@ def lesson() -> Lesson:
 
 
 def one(texts: Texts, row: int) -> Texts:
-    return Texts(texts.tokens[row : row + 1], texts.lengths[row : row + 1], (texts.questions[row],))
+    chosen = slice(row, row + 1)
+    return Texts(
+        *(texts.tokens[chosen], texts.lengths[chosen], texts.questions[chosen]),
+        *(texts.words[chosen], texts.asked[chosen]),
+    )
 
 
 def test_segments_are_whole_sentences_and_lose_nothing() -> None:
@@ -60,7 +66,7 @@ def test_other_rows_never_matter(reader: MemoryReader, lesson: Lesson) -> None:
     tokens[1:] = tokens[1:].roll(1, dims=0)
     lengths = lesson.texts.lengths.clone()
     lengths[1:] = lengths[1:].roll(1, dims=0)
-    after = reader.read(Texts(tokens, lengths, lesson.texts.questions))
+    after = reader.read(dataclasses.replace(lesson.texts, tokens=tokens, lengths=lengths))
     assert torch.equal(before.hidden[0], after.hidden[0])
     assert not torch.equal(before.hidden[1], after.hidden[1])
 
@@ -68,7 +74,7 @@ def test_other_rows_never_matter(reader: MemoryReader, lesson: Lesson) -> None:
 def test_filling_stores_nothing(reader: MemoryReader, lesson: Lesson) -> None:
     tokens = lesson.texts.tokens.clone()
     tokens[~lesson.texts.mask] = 7
-    other = Texts(tokens, lesson.texts.lengths, lesson.texts.questions)
+    other = dataclasses.replace(lesson.texts, tokens=tokens)
     first, second = reader.read(lesson.texts), reader.read(other)
     assert torch.equal(first.pooled, second.pooled)
     for name, weights in first.plastic.layers.items():
@@ -80,7 +86,7 @@ def test_a_segment_sees_nothing_of_those_before_but_by_fast_weights(
 ) -> None:
     tokens = lesson.texts.tokens.clone()
     tokens[:, 0] = tokens[:, 0].roll(1, dims=0)
-    other = Texts(tokens, lesson.texts.lengths, lesson.texts.questions)
+    other = dataclasses.replace(lesson.texts, tokens=tokens)
     plain = [reader.read(texts, plastic=False).pooled for texts in (lesson.texts, other)]
     assert torch.equal(plain[0][:, 1:], plain[1][:, 1:])
     plastic = [reader.read(texts).pooled for texts in (lesson.texts, other)]
@@ -173,8 +179,9 @@ def test_answers_come_token_by_token_as_from_whole_windows(
 
 def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
     short, long = [[20, 21, 22]], [[30, 31], [32, 33], [34]]
-    both = make_texts([short, long], [[40], [41, 42]], reader.marks, most=16)
-    alone = make_texts([short], [[40]], reader.marks, most=16)
+    sizes = {"most": 16, "decode": tokenizer().decode}
+    both = make_texts([short, long], [[40], [41, 42]], reader.marks, **sizes)
+    alone = make_texts([short], [[40]], reader.marks, **sizes)
     found, mine = reader.read(both), reader.read(alone)
     torch.testing.assert_close(found.pooled[0, -1], mine.pooled[0, 0], atol=1e-6, rtol=0)
     assert both.num_segments.tolist() == [1, 3]
@@ -185,7 +192,8 @@ def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
 
 def asking(segments: list[list[list[int]]], questions: list[list[int]]) -> Texts:
     marks = small_lessons(small_config()).marks
-    return make_texts(segments, questions, marks, most=WINDOW_TOKENS // 4)
+    decode = tokenizer().decode
+    return make_texts(segments, questions, marks, most=WINDOW_TOKENS // 4, decode=decode)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from cdrmix.reasoning.carried_state import carry, without_cache
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.segments import Texts, window_tokens
+from cdrmix.reasoning.shared_words import words_of
 from cdrmix.reasoning.tasks import Example, score
 from cdrmix.stage_b.controls import (
     CONTROLS,
@@ -133,15 +134,11 @@ def test_the_oracle_has_its_evidence_in_the_window(
 
 
 def test_shared_words_follow_hops_and_leave_common_words_out() -> None:
-    segments = {
-        2: {"let", "b", "a"},
-        3: {"let", "x", "y"},
-        5: {"let", "a", "1234"},
-        7: {"nobody", "asked"},
-    }
-    question = {"which", "hold", "1234", "let"}
+    texts = ("", "", "Let b = a.", "Let x = y.", "", "Let a be 1234.", "", "Nobody asked.")
+    segments = [words_of(text) for text in texts]
+    question = words_of("Which hold 1234? Let")
     assert by_shared_words(segments, question, rounds=3, top_k=1)[:2] == [5, 2]
-    assert by_shared_words(segments, {"nowhere"}, rounds=3, top_k=1) == []
+    assert by_shared_words(segments, words_of("nowhere"), rounds=3, top_k=1) == []
     assert 7 not in by_shared_words(segments, question, rounds=9, top_k=2)
 
 
