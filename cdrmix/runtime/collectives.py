@@ -19,7 +19,12 @@ import torch.distributed
 from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.network import free_port, interface_towards
 from cdrmix.runtime.deferred_compiler import defer_compiler
-from cdrmix.runtime.environment import have_met, local_rank, map_environment
+from cdrmix.runtime.environment import (
+    device_index,
+    have_met,
+    map_environment,
+    take_only_device,
+)
 from cdrmix.runtime.hardware import accelerator, check_deepspeed_agrees, device, use_cpu
 
 T = TypeVar("T")
@@ -87,9 +92,9 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     check_deepspeed_agrees(deepspeed)
     _GroupSettings.timeout = timedelta(minutes=timeout_minutes)
     if not use_cpu():
-        if torch.cuda.device_count() == 1:  # srun shows each task its own device as number 0
-            os.environ["LOCAL_RANK"] = "0"
-        torch.cuda.set_device(local_rank())
+        if torch.cuda.device_count() == 1:
+            take_only_device()
+        torch.cuda.set_device(device_index())
     if os.environ["MASTER_PORT"] == "0":
         os.environ["MASTER_PORT"] = str(free_port())
     # By default gloo takes the interface of the host's name, which is loopback on Debian, and NCCL

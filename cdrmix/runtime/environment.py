@@ -13,6 +13,7 @@ from pathlib import Path
 from cdrmix.errors import ConfigError
 from cdrmix.network import address_towards, first_host, free_port, is_loopback, port_of_step
 
+_RANK_ON_HOST = "CDRMIX_LOCAL_RANK"
 _TARGETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Each launcher's names for _TARGETS. The first launcher wins: a deepspeed launcher that runs inside
 # a SLURM step sets RANK, while SLURM_PROCID there numbers the launchers.
@@ -91,7 +92,19 @@ def environment_world_size() -> int:
 
 def local_rank() -> int:
     """Rank of this process on its host."""
+    return int(os.environ.get(_RANK_ON_HOST) or os.environ.get("LOCAL_RANK", "0"))
+
+
+def device_index() -> int:
+    """Number of this rank's device among those that it sees."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def take_only_device() -> None:
+    """Has this rank, and DeepSpeed, take device 0, the only one that it sees: srun shows each task
+    its own under that number. `local_rank` stays what it is."""
+    os.environ.setdefault(_RANK_ON_HOST, str(local_rank()))
+    os.environ["LOCAL_RANK"] = "0"
 
 
 def local_world_size() -> int:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from cdrmix import __version__
 from cdrmix.errors import ConfigError
-from cdrmix.runtime.environment import allocator_settings, local_rank, local_world_size
+from cdrmix.runtime.environment import allocator_settings, device_index, local_world_size
 from cdrmix.runtime.host_memory import host_memory_gib
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
@@ -97,7 +97,7 @@ def check_deepspeed_agrees(deepspeed: Any) -> None:
 
 def device() -> torch.device:
     """Device of this rank."""
-    return torch.device("cpu") if use_cpu() else torch.device("cuda", local_rank())
+    return torch.device("cpu") if use_cpu() else torch.device("cuda", device_index())
 
 
 def device_name() -> str | None:

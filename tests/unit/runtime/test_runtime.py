@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from cdrmix import runtime
 from cdrmix.errors import ConfigError, DataError
-from cdrmix.runtime.environment import allocator_settings
+from cdrmix.runtime.environment import allocator_settings, device_index, take_only_device
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -95,6 +95,17 @@ def test_ranks_of_srun_meet_on_the_first_host_at_a_port_of_their_own(
         ports.add(environment["MASTER_PORT"])
     assert len(ports) == 4
     assert all(20_000 <= int(port) < 32_768 for port in ports)
+
+
+def test_a_rank_that_sees_its_own_device_alone_keeps_its_number_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "3"})
+    assert (runtime.local_rank(), device_index()) == (3, 3)
+    for _ in range(2):
+        take_only_device()
+        assert (runtime.local_rank(), device_index()) == (3, 0)
+        assert os.environ["LOCAL_RANK"] == "0", "which DeepSpeed reads"
 
 
 def test_together_gives_the_result_and_raises_the_error() -> None:
