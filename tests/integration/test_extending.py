@@ -47,6 +47,7 @@ def test_every_example_has_a_file() -> None:
     assert len(examples()) == num_blocks
     assert {
         "patience.py",
+        "embedding_norm.py",
         "plain_words.py",
         "mails.py",
         "spaced.py",
@@ -69,7 +70,10 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     tracker = {"use": "my_trackers:CsvTracker", "options": {"metric": "grad_norm"}}
     rule = {"use": "spaced:Spaced", "options": {"every": 4}}
     settings = {
-        "hooks": [{"use": "patience:Patience", "options": {"evaluations": 50}}],
+        "hooks": [
+            {"use": "patience:Patience", "options": {"evaluations": 50}},
+            {"use": "embedding_norm:EmbeddingNorm", "unsafe": True},
+        ],
         "monitoring.trackers": [tracker],
         "checkpoint.retention": rule,
         "checkpoint.every_steps": 2,
@@ -79,7 +83,9 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     }
     words = overrides([f"{key}={json.dumps(value)}" for key, value in settings.items()])
     assert run_ranks(start, 1, arguments(small_corpus, run, *words, config=config)) == [0]
-    lines = read_metrics(run / "metrics.jsonl")
+    before, *lines = read_metrics(run / "metrics.jsonl")
+    assert before["step"] == 0 and before["plugin/EmbeddingNorm/norm"] > 0
+    assert lines[-1]["plugin/EmbeddingNorm/norm"] != before["plugin/EmbeddingNorm/norm"]
     assert [line["plugin/Patience/evaluations_without_gain"] for line in lines] == [0] * STEPS
     [table] = run.rglob("grad_norm.csv")
     first_copy = table.read_text()
@@ -100,7 +106,13 @@ def test_a_hook_a_tracker_and_a_rule_of_retention_in_a_run(
     assert snapshot["plugins"] == str(folder / "plugins")
     records = json.loads(next((run / "starts").glob("*.json")).read_text())
     assert {*records["plugins"]} == {
-        *("patience:Patience", "my_trackers:CsvTracker", "spaced:Spaced", "weights:Weights")
+        *(
+            "embedding_norm:EmbeddingNorm",
+            "patience:Patience",
+            "my_trackers:CsvTracker",
+            "spaced:Spaced",
+            "weights:Weights",
+        )
     }
 
 

@@ -119,6 +119,7 @@ def measured(cases: list[tuple[dict[str, Any], str]]) -> list[Found]:
 def measured_case(case: Case, folder: str) -> Found:
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.training_step import micro_step
+    from cdrmix.optimizers.average import keep_average
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
@@ -137,6 +138,8 @@ def measured_case(case: Case, folder: str) -> Found:
         for parameter in model.parameters():  # made without values
             getattr(parameter, "ds_tensor", parameter).normal_(std=0.02)
     engine = start_engine(model, config, plan, topology)
+    if case.averaged:
+        keep_average(engine, 0.9)
     ids = torch.randint(0, 300, (1, 32))
 
     def forward() -> torch.Tensor:

@@ -66,10 +66,10 @@ def test_the_example_of_a_measure_is_that_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, code = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    (tmp_path / "embedding_norm.py").write_text(code)
+    (tmp_path / "own_norm.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    entry = {"use": "embedding_norm:EmbeddingNorm", "unsafe": True}
+    entry = {"use": "own_norm:EmbeddingNorm", "unsafe": True}
     run = Hooks(configured_hooks([HookConfig.model_validate(entry)]))
     config = load_config(TINY)
     engine = SimpleNamespace(module=Backbone(config.model))
@@ -83,7 +83,7 @@ def test_the_example_of_a_measure_is_that_of_all_ranks(
     expected = float(engine.module.embedding.weight.detach().norm())
     measured = run.measured(due[0], 0)
     assert measured == {"plugin/EmbeddingNorm/norm": pytest.approx(expected, rel=1e-4)}
-    sys.modules.pop("embedding_norm")
+    sys.modules.pop("own_norm")
 
 
 def test_every_event_is_on_the_page() -> None:
