@@ -82,6 +82,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("stage_b/router_loss", "weighted, mean over layers", "sum", "lesson"),
     Metric("stage_b/correlation_loss", "weighted, mean over adapters", "sum", "text"),
     Metric("stage_b/recall", "share found first", "sum", "segment sought"),
+    Metric(
+        "stage_b/agreement",
+        "share whose likeliest segment is nearest",
+        "sum",
+        "text without evidence",
+    ),
     Metric("stage_b/answered", "share right in every token", "sum", "question"),
     Metric("policy/loss", "weighted", "sum", "memory operation"),
     Metric("policy/return", "reward", "sum", "rollout"),

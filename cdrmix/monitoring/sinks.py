@@ -36,6 +36,7 @@ _STEP_FORMATS = {
     **{f"objective/{name}/loss": name + " {:.3f}" for name in OF_TOKENS},
     "stage_b/loss": "loss {:.4f}",
     "stage_b/recall": "recall {:.3f}",
+    "stage_b/agreement": "agreement {:.3f}",
     "stage_b/answered": "answered {:.3f}",
     "policy/return": "return {:.3f}",
     "policy/success": "success {:.3f}",

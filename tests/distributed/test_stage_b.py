@@ -1,6 +1,7 @@
 """Stage B on ranks: equal to one process in every layout, and resumed in each phase bit by bit."""
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -337,3 +338,26 @@ def test_bf16_goes_through_every_phase_on_a_rounded_backbone(
     names = [name for name in before if name.startswith("param ")]
     for name in names:
         assert torch.equal(after[name], before[name].bfloat16().float()), name
+
+
+def test_rows_of_a_user_without_evidence_are_learned_from(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    text = "It rained. " * 20 + "The code of bami is 12. " + "It rained. " * 20
+    rows = [
+        {"task": "notes", "length_ratio": 2, "text": f"Day {number}. {text}", "match": "any"}
+        | {"question": "What is the code of bami?", "answers": ["12"]}
+        for number in range(12)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"stage_b.training.task_file={file}", "stage_b.training.task_file_share=1"]
+    own += [f"stage_b.training.{phase}_steps=1" for phase in ("memory", "adapter", "joint")]
+    own += ["stage_b.training.policy_steps=1"]
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir, tmp_path, *overrides(own))
+    assert run_ranks(start, 1, argv) == [0]
+    lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "stage_b/loss" in line]
+    told = [line for line in lines if "stage_b/agreement" in line]
+    assert len(told) >= 2 and all(0 <= line["stage_b/agreement"] <= 1 for line in told)
+    assert not any("stage_b/recall" in line for line in lines), "nothing is labelled"
