@@ -186,8 +186,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(
     reset, carried, _ = documents
     is_single = np.array(SIZES) <= LENGTH
     np.testing.assert_allclose(np.array(reset)[is_single], np.array(carried)[is_single], rtol=1e-6)
-    # by how much depends on the text, which is that of the Python that runs this
-    assert (np.abs(np.array(reset) / carried - 1)[~is_single] > 1e-5).all()
+    assert (np.abs(np.array(reset) / carried - 1)[~is_single] > 1e-4).all()
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
     for result in (found[0], one):

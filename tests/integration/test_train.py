@@ -109,8 +109,7 @@ def test_the_metrics_have_their_names_and_add_up(
     for line in lines:
         assert line.keys() == (always | evaluated if line["step"] == 20 else always)
     assert [line["tokens_seen"] for line in lines] == [8 * 64 * n for n in range(1, STEPS + 1)]
-    # by how much depends on the sample, the text of the Python that runs this
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.9
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
     summary = read_json(run_dir / "metrics.json")
     assert (summary["name"], summary["steps"]) == ("cdrmix-core-tiny", STEPS)

@@ -3,6 +3,7 @@
 `reached` is true where a program got what it wanted, so a probe that passes has left the sandbox.
 """
 
+import sys
 from dataclasses import dataclass
 
 SHARED = "import ctypes, os, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -378,9 +379,11 @@ JUDGE = {
     ),
 }  # fmt: skip
 
+# Python 3.11.2 raises the one, 3.11.7 the other.
+_OF_A_NULL_BYTE = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"
 NOT_COMPILED = {
     "a syntax error": ("def f(:", "SyntaxError"),
-    "a null byte": ("x = 1\0", ""),
+    "a null byte": ("x = 1\0", _OF_A_NULL_BYTE),
     "a lone surrogate": ("x = '\udc80'", "UnicodeEncodeError"),
     "deep nesting": ("x = " + "(" * 5000 + ")" * 5000, ""),
     "long operators": ("x = " + "-" * 100_000 + "1", ""),
