@@ -102,7 +102,8 @@ class ReadPace:
         if self._quiet > 0:
             self._quiet -= 1
             return None
-        if self._pins and not limits.pins and window.memory_bytes > 0:
+        room = _MEMORY_PART * window.memory_bytes
+        if self._pins and not limits.pins and room > batch_bytes * (limits.batches + 1):
             return Change(limits._replace(pins=True), "there is room again")
         waited = window.waited_seconds / window.seconds
         rate = window.steps / window.seconds

@@ -117,7 +117,11 @@ class Reading:
 
     def _relieve(self) -> str | None:
         change = self._pace.relieve(self._memory, self._loader.limits)
-        return self._adapt(change) if change else None
+        told = self._adapt(change) if change else None
+        if self._memory < 0 and self._pins and not self._loader.limits.pins:
+            # Each time: batches that were pinned before are freed one by one as steps take them.
+            runtime.release_pinned_memory()
+        return told
 
     def _adapt(self, change: Change) -> str:
         before = self._loader.limits
@@ -125,8 +129,6 @@ class Reading:
         after = self._loader.limits
         if after == before:
             return f"reading ahead: {self._words(after)} as before: {change.why}"
-        if before.pins and not after.pins:
-            runtime.release_pinned_memory()
         return f"reading ahead: {self._words(after)} instead of {self._words(before)}: {change.why}"
 
     def _words(self, limits: ReadLimits) -> str:

@@ -111,6 +111,8 @@ def test_pinned_memory_is_given_back_last_and_taken_again_once_there_is_room() -
     assert alone is not None and alone.limits == ReadLimits(1, 1, pins=False)
     short = [judge.judge(window(waited=0.0, memory=-1), change.limits, 1) for _ in range(20)]
     assert short == [None] * 20
+    little = window(waited=0.0, memory=4 * BATCH_BYTES)
+    assert judge.judge(little, change.limits, BATCH_BYTES) is None
     again = judge.judge(window(waited=0.0), change.limits, BATCH_BYTES)
     assert again is not None and again.limits == ReadLimits(1, 1, pins=True)
     assert again.why == "there is room again"

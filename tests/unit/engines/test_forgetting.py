@@ -10,8 +10,9 @@ import pytest
 
 from cdrmix.config.load import load_config
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.engines.forgetting import Forgetting
+from cdrmix.engines.forgetting import FORGETTING, Forgetting
 from cdrmix.engines.old_data import HeldOut
+from cdrmix.engines.recovery import _with_hooks_of_today
 from cdrmix.errors import StateError
 from cdrmix.hooks import RunView
 from cdrmix.models.backbone import Backbone
@@ -71,6 +72,9 @@ def test_a_base_that_was_measured_otherwise_is_refused(tmp_path: Path) -> None:
     apart = started(segment_documents=True)
     with pytest.raises(StateError, match=r"segment_documents = false, and this run has true"):
         apart.check(saved)
+    old = {"step": 3, "cpt": saved, "hooks": {"mine": {"count": 1}}}
+    assert _with_hooks_of_today(old)["hooks"] == {"mine": {"count": 1}, FORGETTING: saved}
+    assert _with_hooks_of_today({"step": 3}) == {"step": 3}
     # saved by an earlier version, which did not tell
     del saved["segment_documents"]
     apart.check(saved)

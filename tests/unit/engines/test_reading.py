@@ -122,7 +122,7 @@ def test_pinned_memory_is_given_back_while_memory_is_short(
             before = len(pinned)
     loader.close()
     assert 0 < before == len(pinned)
-    assert released == [1]
+    assert len(released) == 6, "at each look, for what the steps have freed since"
     record = read_resources(tmp_path)
     assert record["reading"] == {"prefetch_batches": 1, "reader_threads": 1, "pinned": False}
     told = "reading ahead: 1 batch by 1 thread, not pinned instead of 1 batch by 1 thread, pinned: "
