@@ -21,7 +21,7 @@ from cdrmix.engines.forgetting import FORGETTING, Forgetting
 from cdrmix.engines.hooks_of_run import hooks_of_run
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import end_engine, start_engine
-from cdrmix.engines.old_data import HeldOut, open_old_data
+from cdrmix.engines.old_data import HeldOut, OldData, open_old_data
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.rewarming import warn_of_rewarming
@@ -37,14 +37,14 @@ from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.start_from import find_start, take_weights
 from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.tiers_of_run import fetch_resumed, find_in_tiers
-from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
+from cdrmix.engines.training_data import Corpus, check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.hooks.called import NamedHook
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.models.mixer_trial import try_mixers
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
-from cdrmix.parallel.topology import make_topology
+from cdrmix.parallel.topology import Topology, make_topology
 from cdrmix.planning.fine_tuning import check_host
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
@@ -234,20 +234,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
         replay = own_replay(start, corpus, topology, engine, checkpoint)
         start.start_up.done("replay")
     stage = Pretraining(config, plan, topology, corpus, replay)
-    forgetting = None
-    if old is not None and config.cpt is not None:
-        sets = (old.held_out, HeldOut("new", corpus.validation))
-        forgetting = Forgetting(
-            *(config.cpt, *sets),
-            health=start.health,
-            topology=topology,
-            batch_size=plan.micro_batch_size,
-            segment_documents=segments,
-        )
-        if checkpoint is not None:
-            saved = state_of(checkpoint).get("hooks", {}).get(FORGETTING)
-            forgetting.check(saved)
-        start.hooks.add(NamedHook(FORGETTING, forgetting, unsafe=True))
+    forgetting = _add_forgetting(start, topology, corpus, old, checkpoint)
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
         run,
@@ -261,3 +248,30 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     if goes_on and not is_stopped:
         end_engine(engine)
     return is_stopped
+
+
+def _add_forgetting(
+    start: Start,
+    topology: Topology,
+    corpus: Corpus,
+    old: OldData | None,
+    checkpoint: store.FoundCheckpoint | None,
+) -> Forgetting | None:
+    """Adds the hook that measures old and new data to a run with such data, and returns it.
+
+    Collective; raises StateError on every rank if a checkpoint holds those of other data.
+    """
+    config = start.config
+    if old is None or config.cpt is None:
+        return None
+    forgetting = Forgetting(
+        *(config.cpt, old.held_out, HeldOut("new", corpus.validation)),
+        health=start.health,
+        topology=topology,
+        batch_size=start.plan.micro_batch_size,
+        segment_documents=config.data.segment_documents,
+    )
+    if checkpoint is not None:
+        forgetting.check(state_of(checkpoint).get("hooks", {}).get(FORGETTING))
+    start.hooks.add(NamedHook(FORGETTING, forgetting, unsafe=True))
+    return forgetting
