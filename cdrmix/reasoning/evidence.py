@@ -55,12 +55,13 @@ def kept(example: Example, texts: Sequence[str], rng: random.Random) -> list[int
 
 
 def unlabelled_windows(
-    example: Example, texts: Sequence[str], rng: random.Random
+    example: Example, texts: Sequence[str], rng: random.Random, *, most_strays: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Draws the windows of an unlabelled text, and its candidates.
 
     Args:
         texts: its segments.
+        most_strays: segments of the window at the answer beside those that tell it.
     Returns:
         The window at a retrieval, the window at the answer, and the candidates of that retrieval.
     """
@@ -73,5 +74,5 @@ def unlabelled_windows(
     rest = [place for place in places if place not in telling]
     # Where the answer is nowhere word by word, as yes and no, any segment may tell it: all that
     # have room. Else strays, as many as beside evidence at most.
-    strays = rng.sample(rest, min(2, len(rest)) if telling else len(rest))
+    strays = rng.sample(rest, min(most_strays, len(rest)) if telling else len(rest))
     return found, (*telling[:_MOST_WITH_ANSWER], *strays), candidates

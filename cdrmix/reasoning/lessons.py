@@ -53,7 +53,7 @@ from cdrmix.reasoning.tasks import (
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
 # takes. With a single stray in .3 of the windows, answers beside another key's code were right in
-# .56 to .75 of texts (docs/reasoning.md).
+# .56 to .75 of texts (docs/reasoning.md). A retrieval of several segments brings more.
 _STRAYS = (0, 1, 1, 2)
 # Share of a training text's segments that are folded into the slots.
 _SUMMARISED_SHARE = 0.3
@@ -106,6 +106,7 @@ class Lessons:
     drills: bool = True  # in lessons of the joint phase
     # of the answers that are asked for without their evidence in the window
     hidden_evidence_share: float = 0.0
+    top_k: int = 1  # segments of a retrieval
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -300,7 +301,8 @@ class Lessons:
         """Returns what `_windows` does for a text without evidence, and the candidates of the
         retrieval."""
         texts = [self.tokenizer.decode(segment) for segment in segments]
-        drawn = unlabelled_windows(example, texts, rng)
+        most_strays = _STRAYS[-1] + self.top_k - 1
+        drawn = unlabelled_windows(example, texts, rng, most_strays=most_strays)
         found, gathered, candidates = (tuple(p + offset for p in places) for places in drawn)
         return (found, -1, gathered), candidates
 
@@ -328,7 +330,10 @@ class Lessons:
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """Draws the window at a retrieval, the segment to fetch, and the window at the answer."""
         others = [place for place in places if place not in evidence]
-        strays = rng.sample(others, min(rng.choice(_STRAYS), len(others)))
+        count = rng.choice(_STRAYS)
+        if self.top_k > 1:  # what a retrieval brings beside the segment sought
+            count += rng.randrange(self.top_k)
+        strays = rng.sample(others, min(count, len(others)))
         if not evidence:  # a task over its whole text, as counting words
             return (), -1, tuple(strays)
         # any prefix of the evidence: the query has to ask for each piece from those before it

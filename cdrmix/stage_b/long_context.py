@@ -84,7 +84,10 @@ def reader_of(trained: TrainedModel, *, accept_threshold: float | None = None) -
             stage_b = stage_b.model_copy(update={"policy": policy})
         training = trained.config.training
         window_tokens = stage_b.training.window_tokens or training.sequence_length
-        lessons = Lessons(stage_b.training, training.seed, window_tokens, trained.tokenizer)
+        lessons = Lessons(
+            *(stage_b.training, training.seed, window_tokens, trained.tokenizer),
+            top_k=stage_b.memory.top_k,
+        )
         marks = lessons.marks
         assert isinstance(trained.model, Backbone), "a Hugging Face model has no Stage B"
         reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)

@@ -398,6 +398,7 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus, own: OwnTask
         rows=corpus.train.rows,
         num_rows=corpus.train.num_samples,
         hidden_evidence_share=hidden_evidence_share(stage_b),
+        top_k=stage_b.memory.top_k,
         held_out=Samples(corpus.validation.rows, corpus.validation.num_samples),
         own=own,
     )

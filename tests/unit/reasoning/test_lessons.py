@@ -56,6 +56,20 @@ def test_what_is_sought_is_evidence_and_what_is_gathered_all_of_it() -> None:
             assert int(lesson.sought[row]) not in lesson.found[row]
 
 
+@pytest.mark.parametrize(("top_k", "most"), [(1, 2), (3, 4)])
+def test_windows_hold_the_strays_that_a_retrieval_of_so_many_segments_brings(
+    top_k: int, most: int
+) -> None:
+    config = small_config(texts_per_lesson=16, tasks=("needle_keys",), length_ratios=(2,))
+    lessons = dataclasses.replace(small_lessons(config), top_k=top_k)
+    beside = set()
+    for number in range(4):
+        lesson = lessons.lesson("joint", number)
+        for evidence, gathered in zip(lesson.evidence, lesson.gathered, strict=True):
+            beside.add(len(set(gathered) - set(evidence)))
+    assert beside == set(range(most + 1))
+
+
 def test_drills_fit_into_the_window_and_come_where_a_backbone_learns() -> None:
     lessons = small_lessons(small_config(tasks=TASKS))
     drills = lessons.lesson("joint", 0).drills
