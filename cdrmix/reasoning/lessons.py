@@ -83,7 +83,8 @@ class Lesson:
     answers: tuple[tuple[int, ...], ...]  # tokens of the right answers, with the stop, [N]
     summarised: Tensor  # True for segments that are folded into the slots, [N, L]
     plain: Tensor  # text of the corpus, [n, T + 1] int64; no rows without a corpus
-    # windows with their questions, and the answers with the stop, read without any memory
+    # windows with their questions, and the answers with the stop, read without any memory; in the
+    # joint phase alone, and none where no evidence fits into a window
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     # segments of which the reader's own answers say which this retrieval should fetch, [N]; none
     # where evidence says so, or nothing is sought
@@ -343,7 +344,11 @@ class Lessons:
     def _drills(
         self, number: int, rng: random.Random
     ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Makes windows of evidence and strays with a question, and their answers."""
+        """Makes windows of evidence and strays with a question, and their answers.
+
+        They are read without any memory, so an example whose evidence does not all fit, or is the
+        whole text, is left out: its answer would not follow from its window.
+        """
         count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
@@ -356,6 +361,8 @@ class Lessons:
             question = self.tokenizer.encode(example.question)
             room = segment_room(self.window_tokens, len(question), self.training.answer_tokens)
             places, _ = fitting([len(segment) for segment in segments], gathered, room)
+            if not set(evidence) <= set(places) or (is_made_up(example) and not evidence):
+                continue
             held = [segments[each] for each in sorted(places)]
             window = window_tokens(held, question, self.marks)
             drills.append((window, self._answer(example)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cdrmix.config.reasoning import StageBTraining
+from cdrmix.planning.stage_b import DRILLS_PER_TASK
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.tasks import KINDS, TRAINED
 from tests.unit.reasoning.small_reader import tokenizer
@@ -99,9 +100,9 @@ SOLVERS: dict[str, Callable[[str, str], set[str]]] = {
 }
 
 
-def lessons(task: str, window_tokens: int) -> Lessons:
+def lessons(task: str, window_tokens: int, *, drills: bool = False) -> Lessons:
     training = StageBTraining(tasks=(task,), texts_per_lesson=NUM_TEXTS)  # type: ignore[arg-type]
-    return Lessons(training, 0, window_tokens, tokenizer(), drills=False)
+    return Lessons(training, 0, window_tokens, tokenizer(), drills=drills)
 
 
 def test_every_task_has_a_solver() -> None:
@@ -125,3 +126,24 @@ def wrong_labels(task: str, window_tokens: int, number: int) -> list[str]:
         if SOLVERS[task](text, example.question) != set(example.answers):
             wrong.append(example.question)
     return wrong
+
+
+@pytest.mark.parametrize("window_tokens", [64, 512])
+@pytest.mark.parametrize("task", SOLVERS)
+def test_a_drill_is_answered_from_its_window_alone(task: str, window_tokens: int) -> None:
+    made = lessons(task, window_tokens, drills=True)
+    lesson = made.lesson("joint", 0)
+    for window, answer in lesson.drills:
+        parts: list[list[int]] = [[]]
+        for id in window[:-1]:
+            if id == made.marks.memory:
+                parts.append([])
+            else:
+                parts[-1].append(id)
+        *segments, question = (tokenizer().decode(part) for part in parts)
+        wanted = tokenizer().decode(list(answer[:-1]))
+        found = SOLVERS[task]("".join(segments), question)
+        assert found == set(re.findall(r"\w+", wanted)), question
+    # of others nothing that fits into so few tokens is the whole of what they ask for
+    if task in ("needle_keys", "variable_tracking", "needle_haystack") and window_tokens == 512:
+        assert len(lesson.drills) == DRILLS_PER_TASK * NUM_TEXTS
