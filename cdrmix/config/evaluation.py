@@ -51,6 +51,8 @@ class EvaluationConfig(Section):
     """Temperature of the sample (ratio); 0: the likeliest token."""
     reasoning_examples: int = Field(32, ge=0)
     """Texts of each task and length at the end of Stage B, each with and without memory (count)."""
+    reasoning_controls: bool = False
+    """Have rivals and controls answer the same texts (evaluate --suite reasoning --controls)."""
     baselines: bool = False
     """Compare at the end with a smoothed unigram and bigram model of the training tokens. For small
     vocabularies."""

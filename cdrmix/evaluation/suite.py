@@ -47,8 +47,8 @@ class Request:
         execute_code, sandbox: as of the configuration's `evaluation`.
         options: further flags that one suite knows, such as `window`: those of `--option
             NAME=VALUE`, of which the command line takes the names in the suite's `options` alone,
-            and `max_tokens`, `write_tasks`, `controls`, `held_out_wording`, `branches` and
-            `accept_threshold` of its own flags.
+            and `max_tokens`, `write_tasks`, `controls`, `held_out_wording`, `lengths`, `branches`
+            and `accept_threshold` of its own flags.
     """
 
     tasks: Path | None = None

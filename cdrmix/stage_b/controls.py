@@ -1,15 +1,21 @@
 """Rivals and controls of a reader with memory, on the same texts, by the same checker.
 
-    whole     text and question in one pass of the backbone, without memory
-    state     windows with the recurrent state carried, the key-value cache dropped
-    oracle    evidence put into the window
-    all       writes all that the budget allows, keeping one operation to retrieve
-    words     retrieves by shared words, weighted by how rare they are in the text; no parameter
-    random    legal actions, drawn evenly
-    -words    the agent, retrieving by the keys of segments alone
-    -plastic  the agent without fast weights
-    -slots    the agent without slots
-    -write    the agent without writing to memory
+    whole       text and question in one pass of the backbone, without memory
+    state       windows with the recurrent state carried, the key-value cache dropped
+    oracle      evidence put into the window
+    all         writes all that the budget allows, keeping one operation, then acts as the agent
+    all-once    writes the same, retrieves once and answers
+    words       retrieves by shared words, weighted by how rare they are in the text; no parameter,
+                and as many rounds as the agent has time for
+    words-once  the same in one round
+    random      legal actions, drawn evenly
+    -words      the agent, retrieving by the keys of segments alone
+    -plastic    the agent without fast weights
+    -slots      the agent without slots
+    -write      the agent without writing to memory
+
+What is fetched after the right segment stands in the window, too, and can mislead: when to stop is
+the agent's to learn. A column that always goes on, or never does, suits one kind of task alone.
 
 All but `whole` and `state` are answered by the reader, which reads what its memory holds.
 """
@@ -42,7 +48,7 @@ from cdrmix.reasoning.shared_words import SharedWords
 from cdrmix.reasoning.tasks import Example
 
 CONTROLS = (
-    *("whole", "state", "oracle", "all", "words", "random"),
+    *("whole", "state", "oracle", "all", "all-once", "words", "words-once", "random"),
     *("-words", "-plastic", "-slots", "-write"),
 )
 _WILSON_Z = 1.96  # of a 95 % interval
@@ -145,8 +151,9 @@ class Controls:
             reads = False
             given = self._whole() if column == "whole" else self._state()
             scores = self._graded(given)
-        elif column in ("oracle", "words"):
-            chosen = self._evidence() if column == "oracle" else self._by_words()
+        elif column in ("oracle", "words", "words-once"):
+            rounds = 1 if column == "words-once" else self._reader.config.policy.retrieval_rounds
+            chosen = self._evidence() if column == "oracle" else self._by_words(rounds)
             if chosen is None:
                 return None
             scores = self._graded(self._from_segments(chosen))
@@ -222,12 +229,11 @@ class Controls:
             chosen.append([length - count + place for place in places])
         return chosen
 
-    def _by_words(self) -> list[list[int]]:
+    def _by_words(self, rounds: int) -> list[list[int]]:
         """Fetches as the agent may: `top_k` segments a round, each round asking for more."""
-        config = self._reader.config
-        sizes = {"rounds": config.policy.retrieval_rounds, "top_k": config.memory.top_k}
+        top_k = self._reader.config.memory.top_k
         return [
-            by_shared_words(words, asked, **sizes)
+            by_shared_words(words, asked, rounds=rounds, top_k=top_k)
             for words, asked in zip(self._texts.words, self._texts.asked, strict=True)
         ]
 
@@ -248,7 +254,9 @@ class Controls:
             words=column != "-words",
         )
         if column == "all":
-            return _play(episodes, lambda state, seen: _write_all(episodes, state, seen))
+            return _play(episodes, lambda state, seen: _write_all(episodes, state, seen, policy))
+        if column == "all-once":
+            return _play(episodes, lambda state, seen: _write_all(episodes, state, seen, None))
         if column == "random":
             policy = MemoryPolicy(policy.policy.in_features, policy.feature_policy.in_features)
             policy.initialize(seed=0)  # even over the legal actions
@@ -289,12 +297,23 @@ def _play(
     return episodes.settle(state).state
 
 
-def _write_all(episodes: ReadingEpisodes, state: ReadingState, observation: Observation) -> Tensor:
-    """Writes each segment while the budget holds two operations, then retrieves and splices."""
+def _write_all(
+    episodes: ReadingEpisodes,
+    state: ReadingState,
+    observation: Observation,
+    policy: MemoryPolicy | None,
+) -> Tensor:
+    """Writes each segment while the budget holds two operations, then acts as the policy does, or
+    retrieves once where there is none."""
     legal = observation.legal
     is_read = state.time >= episodes.reading.texts.num_segments[state.rows]
     writes = legal[:, Action.CACHE_WRITE] & (state.operations < episodes.config.step_budget - 1)
-    retrieves = legal[:, Action.RETRIEVE] & is_read
-    actions = torch.full_like(state.time, Action.SPLICE_WINDOW)
-    actions = torch.where(retrieves, int(Action.RETRIEVE), actions)
-    return torch.where(writes & ~is_read, int(Action.CACHE_WRITE), actions)
+    passes = torch.full_like(state.time, Action.SPLICE_WINDOW)
+    reading = torch.where(writes, int(Action.CACHE_WRITE), passes)
+    if policy is None:
+        fetched = torch.cat([state.buffer, state.fetched], dim=1).amax(1) >= 0
+        retrieves = legal[:, Action.RETRIEVE] & ~fetched
+        answering = torch.where(retrieves, int(Action.RETRIEVE), passes)
+    else:
+        answering = policy(*observation).logprobs.argmax(-1)
+    return torch.where(is_read, answering, reading)

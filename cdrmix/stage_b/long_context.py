@@ -217,6 +217,7 @@ def evaluate_reasoning(
     num_examples: int,
     seed: int = 0,
     wording: Wording = TRAINED,
+    length_ratios: Sequence[int] | None = None,
     file: Path | None = None,
     written: Path | None = None,
     branches: bool = False,
@@ -226,7 +227,7 @@ def evaluate_reasoning(
 
     Args:
         num_examples: texts for each task of its training and each length.
-        seed, wording: of these texts.
+        seed, wording, length_ratios: of these texts; lengths in windows, None for the usual ones.
         file: tasks to read in place of the suite; DataError if a row cannot be used.
         written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
@@ -242,7 +243,7 @@ def evaluate_reasoning(
         examples = suite(
             lessons,
             tasks,
-            length_ratios=LENGTH_RATIOS,
+            length_ratios=length_ratios or LENGTH_RATIOS,
             num_examples=num_examples,
             seed=seed,
             wording=wording,

@@ -40,7 +40,7 @@ class Reasoning:
     to act by branches instead of the likeliest action, from the advantage `accept_threshold` on;
     `write_tasks`, a file to write the tasks to; `controls`, to answer the same texts in the ways of
     `stage_b.controls`; `held_out_wording`, to make texts of names and sentences that training makes
-    none of.
+    none of; `lengths` of the texts, in windows.
     """
 
     def check(self, request: Request) -> None:
@@ -58,12 +58,12 @@ class Reasoning:
         given = [
             request.limit,
             request.seed,
-            *map(options.get, ("write_tasks", "held_out_wording")),
+            *map(options.get, ("write_tasks", "held_out_wording", "lengths")),
         ]
         if any(given):
             raise ConfigError(
                 "reasoning: --tasks reads every row of its file. Leave --limit, --examples, "
-                "--seed, --write-tasks and --held-out-wording out"
+                "--seed, --lengths, --write-tasks and --held-out-wording out"
             )
 
     def measure(self, judged: Judged, request: Request) -> SuiteResult:
@@ -89,18 +89,21 @@ class Reasoning:
         written = options.get("write_tasks")
         branches = bool(options.get("branches"))
         wording = HELD_OUT if options.get("held_out_wording") else TRAINED
+        lengths = options.get("lengths")
         evaluated = evaluate_reasoning(
             loaded,
             num_examples=request.limit or _NUM_EXAMPLES,
             seed=request.seed,
             wording=wording,
+            length_ratios=lengths and sorted(set(lengths)),
             file=request.tasks,
             written=None if written is None else Path(written),
             branches=branches,
             controls=bool(options.get("controls")),
         )
         # The run directory keeps the table of the standard suite alone.
-        is_standard = request.seed == 0 and wording is TRAINED and not branches
+        is_as_usual = wording is TRAINED and lengths is None and not branches
+        is_standard = request.seed == 0 and is_as_usual
         if request.tasks is None and is_standard:
             try:
                 store_rows(trained.checkpoint, evaluated.rows)

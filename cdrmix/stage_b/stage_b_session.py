@@ -187,6 +187,7 @@ def finish_stage_b(run: Run, course: Course) -> None:
 def _reasoning(run: Run, course: Course) -> list[Row]:
     """Rows of the suite on every rank, a cell of the table per data rank at a time."""
     count = run.config.evaluation.reasoning_examples
+    with_controls = run.config.evaluation.reasoning_controls
     tasks = made_up(course.lessons)
     if count == 0:
         return []
@@ -207,7 +208,7 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
         cell = cells[place]
         if isinstance(cell, tuple):
             cell = suite(course.lessons, [cell[0]], length_ratios=cell[1:], num_examples=count)
-        return score_examples(reader, course.lessons, cell).rows
+        return score_examples(reader, course.lessons, cell, controls=with_controls).rows
 
     for first in range(0, len(cells), topology.degrees.data):
         with run.heartbeat.phase("reasoning"):  # for each round: no limit would fit the whole suite

@@ -43,6 +43,7 @@ _SUITES_OF_FLAGS: dict[str, tuple[SuiteName, ...]] = {
     "write_tasks": ("reasoning",),
     "controls": ("reasoning",),
     "held_out_wording": ("reasoning",),
+    "lengths": ("reasoning",),
     "branches": ("reasoning",),
     "accept_threshold": ("reasoning",),
     "execute_code": ("code",),
@@ -58,6 +59,7 @@ _OPTIONS = (
     "write_tasks",
     "controls",
     "held_out_wording",
+    "lengths",
     "branches",
     "accept_threshold",
 )
@@ -99,6 +101,8 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     flag("--controls", action="store_true", help=rivals)
     unseen = "texts of names, sentences and questions that training made none of"
     flag("--held-out-wording", action="store_true", help=unseen)
+    windows = "lengths of the texts, in windows; default: 1 2 4 8 16"
+    flag("--lengths", type=at_least(1), nargs="+", metavar="N", help=windows)
     add_branch_flags(parser)
     run = "run the programs that the model writes, in a sandbox"
     flag("--execute-code", action="store_true", help=run)
@@ -135,8 +139,11 @@ def asked_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if arguments.limit and arguments.examples:
         parser.error("--limit and --examples are the same: give one of them")
     limit = arguments.limit or arguments.examples
-    if suite == "reasoning" and arguments.tasks and (limit or arguments.write_tasks):
-        parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
+    chosen = limit or arguments.write_tasks or arguments.lengths
+    if suite == "reasoning" and arguments.tasks and chosen:
+        parser.error(
+            "--tasks reads every row of its file, without --examples, --lengths or --write-tasks"
+        )
     if suite == "infill" and limit == 1:
         parser.error("--suite infill needs --examples 2 or more: suffixes are swapped")
     options = {name: getattr(arguments, name) for name in _OPTIONS}

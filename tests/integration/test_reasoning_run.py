@@ -19,7 +19,8 @@ from tests.small_run import refused, start
 def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of both stages, started as a user starts it."""
     folder = tmp_path_factory.mktemp("reasoning")
-    more = ("--set", "evaluation.reasoning_examples=1")
+    settings = ("evaluation.reasoning_examples=1", "evaluation.reasoning_controls=true")
+    more = [word for setting in settings for word in ("--set", setting)]
     argv = arguments(small_corpus, folder / "run", folder, *more)
     done = launch(["launch/train.py", *argv], nproc=2)
     assert done.returncode == 0, done.stderr
@@ -37,6 +38,7 @@ def test_the_table_is_stored_and_shown(finished: Path) -> None:
     rows = json.loads((finished / "reasoning.json").read_text())["rows"]
     assert {row["length_ratio"] for row in rows} <= {1, 2, 4, 8, 16}
     assert all(0 <= row["score"] <= 1 and row["n"] == 1 for row in rows)
+    assert all(list(row["controls"]) == ["agent", *CONTROLS] for row in rows)
     summary = json.loads((finished / "metrics.json").read_text())
     assert summary["stage_b"]["reasoning"] == rows
     assert summary["evaluation"]["loss"] > 0, "what Stage A wrote is still there"

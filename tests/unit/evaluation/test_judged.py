@@ -224,6 +224,8 @@ def test_a_folder_that_is_no_model_is_told_once(
         (("--limit", "1", "--examples", "1", "--suite", "infill"), "are the same"),
         (("--suite", "infill", "--limit", "1"), "needs --examples 2 or more"),
         (("--accept-threshold", "1", "--suite", "reasoning"), "goes with --branches"),
+        (("--suite", "reasoning", "--tasks", "t", "--lengths", "32"), "without --examples, --len"),
+        (("--lengths", "32"), "--lengths goes with --suite reasoning"),
         (("--option", "colour=red"), "takes no such NAME=VALUE. It takes text: what is scored"),
         (("--suite", "text"), "choose from"),
     ],

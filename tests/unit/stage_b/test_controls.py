@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -142,16 +142,52 @@ def test_shared_words_follow_hops_and_leave_common_words_out() -> None:
     assert 7 not in by_shared_words(segments, question, rounds=9, top_k=2)
 
 
+@pytest.fixture
+def retrieving(reader: MemoryReader) -> Iterator[MemoryReader]:
+    """The reader, whose agent retrieves whenever that is legal."""
+    with torch.no_grad():
+        reader.policy.feature_policy.bias[Action.RETRIEVE] = 10.0
+        yield reader
+        reader.policy.feature_policy.bias[Action.RETRIEVE] = 0.0
+
+
+@pytest.mark.parametrize("column", ["all", "all-once"])
 def test_all_writes_what_the_budget_allows_and_keeps_an_operation(
-    reader: MemoryReader, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+    column: str,
+    retrieving: MemoryReader,
+    examples: list[Example],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    reader = retrieving
     asked = Asked(reader, examples)
     assert int(asked.texts.num_segments.min()) > BUDGET
-    found = asked.ask("all", monkeypatch)
+    found = asked.ask(column, monkeypatch)
     assert found is not None and found.operations == [BUDGET] * 3
     # the last operation fetched something: each window holds a segment beside its question
     for window, question in zip(asked.windows, asked.texts.questions, strict=True):
         assert len(window) > len(question) + 2
+
+
+def test_once_fetches_once_and_the_others_as_long_as_they_may(
+    retrieving: MemoryReader, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = retrieving.config.policy.model_copy(update={"step_budget": 64})
+    config = retrieving.config.model_copy(update={"policy": policy})
+    monkeypatch.setattr(retrieving, "config", config)
+    asked = Asked(retrieving, examples)
+    written = asked.texts.num_segments.tolist()
+    once = asked.ask("all-once", monkeypatch)
+    assert once is not None and once.operations == [count + 1 for count in written]
+    most = asked.ask("all", monkeypatch)
+    assert most is not None and most.operations is not None
+    assert all(many > count + 1 for many, count in zip(most.operations, written, strict=True))
+    held = {}
+    for column in ("words", "words-once"):
+        asked = Asked(retrieving, examples)
+        asked.ask(column, monkeypatch)
+        held[column] = [window.count(retrieving.marks.memory) for window in asked.windows]
+    assert held["words-once"] == [2] * 3  # the segment's mark and the question's
+    assert all(count > 2 for count in held["words"])
 
 
 def test_what_a_control_leaves_out_is_left_out(

@@ -191,8 +191,10 @@ def test_tasks_of_a_file_are_scored_as_those_of_the_suite(judged: Judged) -> Non
     assert any(line.startswith("score, backbone alone") for line in shown["notes"])
 
 
-@pytest.mark.parametrize("wish", ["seed", "held_out_wording"])
-def test_the_runs_own_table_is_of_one_seed_and_wording(judged: Judged, wish: str) -> None:
+@pytest.mark.parametrize("wish", ["seed", "held_out_wording", "lengths"])
+def test_the_runs_own_table_is_of_one_seed_wording_and_its_lengths(
+    judged: Judged, wish: str
+) -> None:
     folder = Path(judged.source)
     files = [folder / "standard.jsonl", folder / "others.jsonl"]
     standard = evaluated(judged, limit=2, options={"write_tasks": files[0]})
@@ -201,13 +203,16 @@ def test_the_runs_own_table_is_of_one_seed_and_wording(judged: Judged, wish: str
     if wish == "seed":
         others = evaluated(judged, limit=2, seed=7, options=options)
     else:
-        others = evaluated(judged, limit=2, options=options | {wish: True})
+        value = [7, 5] if wish == "lengths" else True
+        others = evaluated(judged, limit=2, options=options | {wish: value})
     assert (folder / "reasoning.json").read_text() == stored
     told = [
         (shown["settings"]["text_seed"], shown["settings"]["held_out_wording"])
         for shown in (standard, others)
     ]
-    assert told == [(0, False), (7, False) if wish == "seed" else (0, True)]
+    assert told == [(0, False), (7 if wish == "seed" else 0, wish == "held_out_wording")]
+    if wish == "lengths":
+        assert [row["length_ratio"] for row in others["rows"]] == [5, 7]
     texts = [{json.loads(row)["text"] for row in file.read_text().splitlines()} for file in files]
     assert len(texts[0]) == len(texts[1]) == 4 and not texts[0] & texts[1]
 
