@@ -73,7 +73,8 @@ def test_windows_hold_the_strays_that_a_retrieval_of_so_many_segments_brings(
 def test_drills_fit_into_the_window_and_come_where_a_backbone_learns() -> None:
     lessons = small_lessons(small_config(tasks=TASKS))
     drills = lessons.lesson("joint", 0).drills
-    assert len(drills) == 16 and not lessons.lesson("memory", 0).drills
+    # Fewer than texts: those that their window does not answer are left out.
+    assert 0 < len(drills) < 16 and not lessons.lesson("memory", 0).drills
     for window, answer in drills:
         assert window[-1] == lessons.marks.answer and answer[-1] == lessons.marks.stop
         assert len(window) + len(answer) <= WINDOW_TOKENS
