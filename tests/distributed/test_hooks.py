@@ -100,6 +100,7 @@ def test_events_come_in_order_once_a_step_on_both_stages_of_a_pipeline(
 def test_events_of_both_stages_of_a_run_come_in_order(small_corpus: Path, run_dir: Path) -> None:
     shorter = [f"stage_b.training.{phase}_steps=1" for phase in ("memory", "adapter", "joint")]
     shorter += ["stage_b.training.policy_steps=1", "evaluation.reasoning_examples=1"]
+    shorter += ["evaluation.reasoning_controls=false"]
     run_dir.parent.mkdir(exist_ok=True)
     argv = both_stages(small_corpus, run_dir, run_dir.parent, *overrides(shorter))
     assert run_ranks(start_both, 1, [*argv, *with_hooks(hook("Noting"))]) == [0]
