@@ -313,8 +313,9 @@ class StageBConfig(Section):
         scale = self.training.backbone_lr_scale
         if (self.pipeline or 1) > 1 and scale > 0:
             raise ValueError(
-                f"pipeline = {self.pipeline} with training.backbone_lr_scale = {scale}: in Stage B "
-                "only a frozen backbone is shared out over stages, a trained one is whole on every "
-                "rank. Try training.backbone_lr_scale = 0, or leave pipeline out"
+                f"pipeline = {self.pipeline} with training.backbone_lr_scale = {scale}: stages of "
+                "Stage B give gradients of what enters a block and of its adapters, not of the "
+                "backbone's weights and its routers' losses, so that a trained one is whole on "
+                "every rank. Try training.backbone_lr_scale = 0, or leave pipeline out"
             )
         return self

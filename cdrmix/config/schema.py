@@ -423,6 +423,15 @@ class Config(Section):
                 f"{stage_b.run} names that of another run: say training.stage = b, or leave "
                 "stage_b.run out"
             )
+        # A run that goes on behind its own Stage A keeps the degrees of that.
+        for axis in ("tensor", "pipeline", "sequence", "expert"):
+            degree = getattr(self.parallel, axis) or 1
+            if self.training.stage == "b" and stage_b.run is not None and degree > 1:
+                raise ValueError(
+                    f"parallel.{axis} = {degree} lays out Stage A, and a run with stage_b.run trains "
+                    "none. In Stage B a rank holds the whole backbone with all its experts, or, of "
+                    f"a frozen one, a stage of stage_b.pipeline. Leave parallel.{axis} out"
+                )
         # Its own limit checks window_tokens; this is about the length that null stands for.
         window = stage_b.training.window_tokens or self.training.sequence_length
         if self.training.stage != "a" and window < SMALLEST_WINDOW:

@@ -319,7 +319,7 @@ KINDS: dict[str, Callable[[random.Random, Wording], Puzzle]] = {
     "needle_decoys": partial(needle, num_keys=4, num_values=1, num_queries=1, between="decoys"),
     # every sentence is a needle
     "needle_haystack": partial(needle, num_keys=4, num_values=1, num_queries=1, between="needles"),
-    # more updates than an agent's budget lets it write at the lengths that have room for them
+    # ten updates of each register, of which the last counts: words in common find them all alike
     "registers": partial(registers, num_registers=4, num_updates=40),
 }
 

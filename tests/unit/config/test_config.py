@@ -234,6 +234,15 @@ def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
     assert "stage_b.run = experiments/x names that of another run" in conflict
 
 
+def test_stage_b_on_the_backbone_of_another_run_has_no_degrees_of_stage_a() -> None:
+    given = ("training.stage=b", "stage_b.run=experiments/x")
+    for axis in ("tensor", "pipeline", "sequence", "expert"):
+        (line,) = problems(REASON, *given, f"parallel.{axis}=2")
+        assert f"parallel.{axis} = 2 lays out Stage A" in line
+    # A run that goes on behind its own Stage A has that one's.
+    assert load_config(REASON, ["training.stage=b", "parallel.expert=2"]).parallel.expert == 2
+
+
 def test_stage_b_alone_judges_no_spikes_to_lower_a_rate_at() -> None:
     lowers = "health.loss_spike.action=lower_rate"
     load_config(REASON, [lowers])
