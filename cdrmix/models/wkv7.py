@@ -32,10 +32,14 @@ _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 BACKENDS = ("auto", *_FORMS)
 # Those of which autograd makes the gradient are operators where a model is traced, and only there:
-# an operator saves its inputs alone, and runs the form once more in the backward pass.
+# an operator saves its inputs alone, and runs the form once more in the backward pass. That of fla
+# keeps there what its own backward pass reads, which follows at once: it would run a third time.
 _TRACED = {
     "reference": recurrence_op("wkv7_reference", by_autograd(wkv7_reference)),
-    "fla": recurrence_op("wkv7_fla", by_autograd(wkv7_fla.wkv7_fla)),
+    "fla": recurrence_op(
+        "wkv7_fla",
+        by_autograd(wkv7_fla.wkv7_fla, wkv7_fla.inside_recomputation()(wkv7_fla.wkv7_fla)),
+    ),
 }
 
 

@@ -7,7 +7,8 @@ in chunks of 64, 32 and 16 tokens. Those that pass are timed at the size of the 
 is used; see checked_kernels.py for how long that is remembered.
 
 fla saves the op's inputs and computes its forward pass again for the backward pass. Where a block
-is recomputed, that would be a third time: there it keeps what the backward pass reads.
+is recomputed, that would be a third time: there it keeps what the backward pass reads. So it does
+in a compiled block, whose operator runs it again in the backward pass (wkv7_op.py).
 """
 
 # B batch, T time, H heads, K key dim, V value dim, N sequences packed into a batch

@@ -133,8 +133,16 @@ def with_autograd() -> Iterator[None]:
         yield
 
 
-def by_autograd(form: Callable[..., tuple[Tensor, Tensor]]) -> Computation:
-    """Makes a computation of a form that autograd differentiates: its backward runs it again."""
+def by_autograd(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    again: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> Computation:
+    """Makes a computation of a form that autograd differentiates: its backward runs it again.
+
+    Args:
+        form: computes y and s from the inputs, s0 and segment ids.
+        again: what the backward pass runs and differentiates at once; None: `form`.
+    """
 
     def forward(
         inputs: Sequence[Tensor],
@@ -159,7 +167,7 @@ def by_autograd(form: Callable[..., tuple[Tensor, Tensor]]) -> Computation:
     ) -> Gradients:
         leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if s0 is None else [s0]))]
         with with_autograd():
-            outputs = form(leaves[:6], None if s0 is None else leaves[6], segment_ids)
+            outputs = (again or form)(leaves[:6], None if s0 is None else leaves[6], segment_ids)
             gradients = list(torch.autograd.grad(outputs, leaves, [dy, ds]))
         if s0 is None:
             gradients.append(ds.new_empty(0))

@@ -457,6 +457,30 @@ def test_vmap_is_refused(backend: str) -> None:
         torch.vmap(run(backend))(*inputs)
 
 
+@pytest.mark.parametrize("name", ["reference", "chunked", "cpp", "fla"])
+def test_vmap_is_refused_by_every_operator(name: str) -> None:
+    op = getattr(torch.ops.cdrmix, f"wkv7_{name}")
+    inputs = [x.float().expand(2, *x.shape) for x in random_inputs(5, 8)]
+
+    def call(*leaves: Tensor) -> Tensor:
+        return op(*leaves, None, 8, True)[0]
+
+    with pytest.raises(NotImplementedError, match=r"Put the samples into \[B, T, H, K\]"):
+        torch.vmap(call)(*inputs)
+
+
+@pytest.mark.parametrize("backend", FAST_FORMS)
+def test_vmap_is_refused_over_gradients(backend: str) -> None:
+    leaves = [x.float().requires_grad_() for x in random_inputs(5, 8)]
+    y, _ = run(backend)(*leaves)
+
+    def gradients(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, grad)
+
+    with pytest.raises(NotImplementedError, match="a batch dimension of its own"):
+        torch.vmap(gradients)(torch.ones(2, *y.shape))
+
+
 # --- the compiled kernel --------------------------------------------------------------------------
 
 

@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.models import recompute, wkv7_fla
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Recomputation
+from cdrmix.models import compiled, recompute, wkv7_fla
+from cdrmix.models.backbone import Backbone
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 from tests.parity.test_wkv7 import LOOP, assert_equal, ids_of, random_inputs, results
 
@@ -271,6 +274,63 @@ def test_a_recomputed_block_keeps_what_the_backward_pass_reads_both_times(
     assert asked == [True, True]
     block(*inputs)
     assert asked == [True, True, False]
+
+
+class Passes:
+    """A stand-in that counts forward passes of fla's op, those within its backward pass too."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(
+        self, *inputs: Tensor, disable_recompute: bool, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        self.number += 1
+        y, s = stand_in(*inputs, disable_recompute=disable_recompute, **options)  # type: ignore[arg-type]
+        if y.requires_grad and not disable_recompute:
+            y.register_hook(self._count)
+        return y, s
+
+    def _count(self, _: Tensor) -> None:
+        self.number += 1
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "is_compiled", "passes"),
+    [
+        ("none", False, 2),
+        ("selective", False, 2),
+        ("block", False, 2),
+        ("spans", False, 2 * 2),  # two spans
+        ("none", True, 2),
+        # An operator keeps its inputs alone: once more with the block, and once for its gradient.
+        ("block", True, 3),
+    ],
+)
+def test_forward_passes_of_the_op_that_a_step_costs_a_block(
+    use_kernel: Callable[[object], None],
+    monkeypatch: pytest.MonkeyPatch,
+    recomputed: Recomputation,
+    is_compiled: bool,
+    passes: int,
+) -> None:
+    monkeypatch.setattr(wkv7_fla, "obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(wkv7_fla, "_checked_chunk_tokens", lambda *_: 64)
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    compiled._compiled.cache_clear()
+    torch._dynamo.reset()
+    counted = Passes()
+    use_kernel(counted)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 1, "vocab_size": 256}
+    model = Backbone(
+        ModelConfig(**sizes, mixers=["rwkv"] * 2, moe=None),
+        activation_checkpointing=recomputed,
+        sequence_checkpoint_tokens=4 if recomputed == "spans" else None,
+        is_compiled=is_compiled,
+    )
+    model.initialize(seed=0)
+    model(torch.arange(8)[None]).hidden.sum().backward()
+    assert counted.number == passes * sizes["num_layers"]
 
 
 def test_the_check_leaves_the_callers_random_numbers_and_gradients_alone(
