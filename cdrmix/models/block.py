@@ -19,7 +19,7 @@ from cdrmix.config.plugin import is_plugin
 from cdrmix.errors import ConfigError
 from cdrmix.models.block_cpu import RMSNorm
 from cdrmix.models.feed_forward import FeedForward
-from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.mixer import Gathered, Mixer, placed, taken
 from cdrmix.models.moe import MoEFeedForward, widened
 from cdrmix.models.rwkv7 import ChannelShift
 from cdrmix.planning.blocks.block_type import layer_type
@@ -164,12 +164,11 @@ class Block(nn.Module):
             channel_last = normed[:, -1]
             normed = self.ffn_shift(normed, last, segment_ids)
         if isinstance(self.ffn, MoEFeedForward):
-            if gathered is None or gathered.is_token is None:
+            if gathered is None or gathered.tokens is None:
                 out, statistics = self.ffn(normed)
             else:  # what fills up rows meets no expert, and is counted nowhere
-                here = (gathered.is_token,)
-                rows, statistics = self.ffn(normed[here].unsqueeze(0))
-                out = torch.zeros_like(x).index_put(here, rows[0])
+                rows, statistics = self.ffn(taken(normed, gathered.tokens).unsqueeze(0))
+                out = placed(rows[0], x, gathered.tokens)
             return x + out, statistics, channel_last
         return x + self.ffn(normed), None, channel_last
 

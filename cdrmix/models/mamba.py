@@ -32,7 +32,7 @@ from cdrmix.models.expert_rows import (
     weighted_sum,
 )
 from cdrmix.models.initialize import generator, normal_, uniform_
-from cdrmix.models.mixer import Gathered, Mixer
+from cdrmix.models.mixer import Gathered, Mixer, placed, taken
 from cdrmix.models.moe import Router
 from cdrmix.models.rebuild import cheaply
 from cdrmix.models.selective_scan import ScanInputs, selective_scan
@@ -184,8 +184,8 @@ class RoutingMamba(Mamba):
         gathered: Gathered | None = None,
     ) -> tuple[Tensor, Tensor | None, MambaState, Tensor]:
         """Mixes as `forward`."""
-        is_token = None if gathered is None else gathered.is_token
-        out, after, statistics = self(x, state, segment_ids, is_token)
+        tokens = None if gathered is None else gathered.tokens
+        out, after, statistics = self(x, state, segment_ids, tokens)
         return out, v_first, after, statistics
 
     def forward(  # type: ignore[override]
@@ -193,16 +193,16 @@ class RoutingMamba(Mamba):
         x: Tensor,
         state: MambaState | None = None,
         segment_ids: Tensor | None = None,
-        is_token: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, MambaState, Tensor]:
         """Mixes along time as `Mamba.forward`, and gives router statistics [2E + 3] as third.
 
-        `is_token`, [B, T], is False for what fills up rows at their end: it meets no expert, and is
-        counted nowhere; None: all are tokens.
+        `places` are those of `Gathered.tokens`: what fills up rows at their end meets no expert,
+        and is counted nowhere.
         They are those of `MoEFeedForward.forward`; nothing is dropped, and there is no capacity
         that could overflow.
         """
-        tokens = _taken(x, is_token)  # [n, D]
+        tokens = taken(x, places)  # [n, D]
         experts, weights, probability_sum, z_sum = self.router(tokens)
         order = sort_by_expert(experts, self.num_experts, None)
         ends = order.ends
@@ -211,15 +211,15 @@ class RoutingMamba(Mamba):
             _sum_choices(grouped_product(rows, stack, ends), order)
             for stack in (self.inputs, self.gates)
         )
-        entering, gate = (_placed(each, x, is_token) for each in (entering, gate))
+        entering, gate = (placed(each, x, places) for each in (entering, gate))
         y, after = self.scan(entering, gate, state, segment_ids)
-        rows = cheaply(gather_rows, _taken(y, is_token), order)
+        rows = cheaply(gather_rows, taken(y, places), order)
         rows = grouped_product(rows, self.outputs, ends)  # [n k, D]
         out = weighted_sum(rows, weights, order)
         no_capacity = torch.zeros_like(z_sum)
         totals = torch.stack([z_sum, no_capacity, no_capacity])
         statistics = torch.cat([order.demand.float(), probability_sum, totals])
-        return _placed(out, x, is_token), after, statistics
+        return placed(out, x, places), after, statistics
 
     @torch.no_grad()
     def initialize_projections(self, *, seed: int, name: str, std: float) -> None:
@@ -229,19 +229,6 @@ class RoutingMamba(Mamba):
             for number, each in enumerate(getattr(self, part)):
                 normal_(each, std, seed=seed, name=f"{name}.{part}.{number}")
         self.outputs.zero_()
-
-
-def _taken(x: Tensor, is_token: Tensor | None) -> Tensor:
-    """Takes the tokens out of rows, [B, T, F] -> [n, F]."""
-    return x.reshape(-1, x.shape[-1]) if is_token is None else x[is_token]
-
-
-def _placed(tokens: Tensor, like: Tensor, is_token: Tensor | None) -> Tensor:
-    """Puts tokens into rows as those of `like`, [n, F] -> [B, T, F]; zero beside them."""
-    rows = (*like.shape[:2], tokens.shape[-1])
-    if is_token is None:
-        return tokens.view(rows)
-    return tokens.new_zeros(rows).index_put((is_token,), tokens)
 
 
 class _SumChoices(torch.autograd.Function):

@@ -20,8 +20,24 @@ class Gathered(NamedTuple):
     """Tokens of a row that a block runs on where they are some of it, in order."""
 
     positions: Tensor  # in the whole row, [B, T]
-    # False for what fills rows of fewer tokens, at their ends, [B, T]; None: all are tokens
-    is_token: Tensor | None
+    # places, in all rows end to end, of what does not only fill up rows at their ends, [n], rising;
+    # None: all are tokens. No mask: the host would wait for the number of its places
+    tokens: Tensor | None
+
+
+def taken(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """Takes tokens, as `Gathered.tokens` has them, out of rows: [B, T, F] -> [n, F]."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if tokens is None else flat[tokens]
+
+
+def placed(rows: Tensor, like: Tensor, tokens: Tensor | None) -> Tensor:
+    """Puts tokens back into rows as those of `like`, [n, F] -> [B, T, F]; zero beside them."""
+    shape = (*like.shape[:2], rows.shape[-1])
+    if tokens is None:
+        return rows.view(shape)
+    flat = rows.new_zeros(like.shape[:2].numel(), rows.shape[-1])
+    return flat.index_put((tokens,), rows).view(shape)
 
 
 class Mixer(nn.Module):

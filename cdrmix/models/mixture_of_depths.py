@@ -180,22 +180,24 @@ class RoutedBlock(Block):
         is_ragged = not (self.training and self.depth_router.mode == "topk")
         counts = decision.is_chosen.sum(1)  # [B]
         if is_ragged:
-            longest = max(1, int(counts.max()))
+            lengths = counts.tolist()  # the one wait for the device
+            longest = max(1, *lengths)
         else:
             longest = num_chosen(self.depth_router.capacity, x.shape[1])
         # chosen tokens first, in their order; no token twice
         index = (~decision.is_chosen).byte().argsort(dim=1, stable=True)[:, :longest]  # [B, M]
-        is_token = None
+        is_token = tokens = None
         weights = decision.weights.gather(1, index)
         if is_ragged:
             is_token = torch.arange(longest, device=x.device) < counts.unsqueeze(1)
             weights = weights.masked_fill(~is_token, 0)
+            tokens = (~is_token).flatten().byte().argsort(stable=True)[: sum(lengths)]
         ids = None if segment_ids is None else segment_ids.gather(1, index)
         if ids is not None and is_token is not None:  # a last document, as those of a row only rise
             ids = ids.masked_fill(~is_token, torch.iinfo(ids.dtype).max)
         own = gather(x, index)
         value = None if v_first is None else gather(v_first, index)
-        out, _, experts, _ = super().forward(own, value, None, ids, Gathered(index, is_token))
+        out, _, experts, _ = super().forward(own, value, None, ids, Gathered(index, tokens))
         out = torch.lerp(own, out, weights.unsqueeze(-1).to(x.dtype))
         out = x.scatter(1, index.unsqueeze(-1).expand_as(out), out)
         return out, RoutedStatistics(experts, decision.statistics)

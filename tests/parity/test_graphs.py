@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.schema import Recomputation
 from cdrmix.models import expert_rows
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
-from cdrmix.objectives.language_model import linear_cross_entropy
+from tests.waits import NUM_BLOCKS, model_with_experts, waits_of_micro_step
 from tools.benchmark import block_bytes
-
-# Operators that give the host a number, or a tensor whose size depends on data.
-_WAITS = {
-    "aten._local_scalar_dense.default",
-    "aten.nonzero.default",
-    "aten.masked_select.default",
-    "aten.repeat_interleave.Tensor",
-    "aten.equal.default",
-    "aten.unique_dim.default",
-    "aten._unique2.default",
-}
-# They look at values on CPUs only.
-_ONLY_ON_CPUS = ("wkv7.py", "wkv7_cpu.py")
-
-
-class Waits(TorchDispatchMode):
-    """Counts operators for which a GPU's host would wait, by operator and line of the package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: collections.Counter[tuple[str, str]] = collections.Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        waits = str(func) in _WAITS and kwargs.get("output_size") is None
-        if str(func) == "aten.index.Tensor":
-            waits = any(x is not None and x.dtype == torch.bool for x in args[1])
-        if waits:
-            ours = [f for f in traceback.extract_stack() if "/cdrmix/" in f.filename]
-            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "elsewhere"
-            if not where.startswith(_ONLY_ON_CPUS):
-                self.found[str(func), where] += 1
-        return func(*args, **kwargs)
-
-
-def model_with_experts(*, drop_tokens: bool) -> ModelConfig:
-    moe = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 64, "drop_tokens": drop_tokens}
-    return ModelConfig(
-        hidden_size=64, num_layers=4, num_heads=2, vocab_size=256, moe=moe | {"capacity_factor": 1}
-    )
-
-
-def waits_of_micro_step(*, drop_tokens: bool, is_packed: bool, recompute: Recomputation) -> Waits:
-    config = model_with_experts(drop_tokens=drop_tokens)
-    model = Backbone(config, activation_checkpointing=recompute)
-    model.initialize(seed=0)
-    ids = torch.randint(0, 256, (2, 33))
-    segments = None
-    if is_packed:
-        segments = torch.arange(32).div(20, rounding_mode="floor").expand(2, -1)
-    with Waits() as waits:
-        out = model(ids[:, :-1], segment_ids=segments)
-        nats = linear_cross_entropy(out.hidden, model.embedding.weight, ids[:, 1:])
-        (nats + out.router_statistics.sum()).backward()
-    return waits
 
 
 @pytest.mark.parametrize("drop_tokens", [False, True])
@@ -88,6 +26,15 @@ def test_nothing_in_a_micro_step_waits_for_the_device(drop_tokens: bool) -> None
             case = {"is_packed": is_packed, "recompute": recompute}
             waits = waits_of_micro_step(drop_tokens=drop_tokens, **case)
             assert not waits.found, (case, dict(waits.found))
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("threshold", NUM_BLOCKS - 1), ("topk", 0)])
+def test_a_block_routed_by_a_threshold_waits_for_its_longest_row(mode: str, waits: int) -> None:
+    case = {"drop_tokens": True, "is_packed": True, "mod": {"mode": mode, "capacity": 0.5}}
+    for recompute, passes in {"none": 1, "selective": 1, "block": 2}.items():
+        found = waits_of_micro_step(**case, recompute=recompute).found
+        assert sum(found.values()) == passes * waits, (recompute, found)
+        assert all(where.startswith("mixture_of_depths.py") for _, where in found)
 
 
 def test_a_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
