@@ -349,9 +349,16 @@ class MemoryModel:
         """
         # ends of each parameter in the flat buffer of its group
         ends = {group: list(accumulate(self._sizes(degrees, group))) for group in parts}
+        # Partitions differ in the parameters that they cut. Which those are changes only where a
+        # partition is the first to begin, or to end, behind the end of a parameter: of the ranks
+        # between two such, thousands in a large cluster, one is looked at.
+        ranks = {0}
+        for group, size in parts.items():
+            split = degrees.split_ranks(group)
+            for limit in ends[group]:
+                ranks |= {limit // size * split, -(-limit // size) * split}
         most = 0
-        # partitions differ in the parameters that they cut, so each rank is looked at
-        for rank in range(degrees.stage_ranks):
+        for rank in sorted(rank for rank in ranks if rank < degrees.stage_ranks):
             overlapped = 0
             for group, size in parts.items():
                 limits = ends[group]

@@ -174,7 +174,7 @@ def _reasons(
     elif faster:
         reasons.append(f"speed: {_speed_reason(plan, faster[0], config, cluster)}")
     if plan.recomputes:
-        reasons.append(_recomputation_reason(plan, config))
+        reasons.append(_recomputation_reason(plan, config, others))
     if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
     if plan.fits and not plan.has_memory_tier:
@@ -199,13 +199,25 @@ def _reasons(
     return reasons
 
 
-def _recomputation_reason(plan: Plan, config: Config) -> str:
-    """Says why activations are computed again."""
-    why = "what it saves lets a larger micro batch fit, which is faster"
-    if not plan.fits:
-        why = "takes less memory than without"
+def _recomputation_reason(plan: Plan, config: Config, others: Sequence[Plan]) -> str:
+    """Says why activations are computed again: what would fit where all of them are kept."""
+    kept = [
+        other.micro_batch_size
+        for other in others
+        if (other.profile, other.degrees) == (plan.profile, plan.degrees)
+        and other.fits
+        and not other.recomputes
+    ]
     if "activation_checkpointing" in config.training.model_fields_set:
         why = "training.activation_checkpointing as given"
+    elif not plan.fits:
+        why = "takes less memory than without"
+    elif not kept:
+        why = "without it no micro batch fits with this profile and these degrees"
+    elif max(kept) < plan.micro_batch_size:
+        why = f"what it saves lets a micro batch above {max(kept)} fit, which is faster"
+    else:
+        why = "leaves memory for the copy that a checkpoint is written from beside training"
     form = plan.activation_checkpointing
     if form == "selective":
         why += "; what is no large product and no mixer is run again"

@@ -17,7 +17,7 @@ from cdrmix.planning.counts import (
     parameters,
     params_by_part,
 )
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.stages import stage_layers
 
@@ -119,6 +119,34 @@ def of_one_block(precision: str, **spread: int) -> Memory:
     given = config("tiny", *ONE_BLOCK, f"training.precision={precision}")
     layout = replace(arranged(**spread), bucket_elements=100_000)
     return MemoryModel(given, "cpu").estimate(layout)
+
+
+def overlapped(model: MemoryModel, degrees: Degrees, parts: dict[Group, int]) -> int:
+    """Elements of the parameters that the fullest rank's partitions overlap, rank by rank."""
+    most = 0
+    for rank in range(degrees.stage_ranks):
+        elements = 0
+        for group, size in parts.items():
+            start = rank // degrees.split_ranks(group) * size
+            end = 0
+            for each in model._sizes(degrees, group):
+                begin, end = end, end + each
+                elements += each if begin < start + size and end > start else 0
+        most = max(most, elements)
+    return most
+
+
+@pytest.mark.parametrize("data", [1, 2, 3, 4, 12, 32, 300])
+def test_gradients_at_the_borders_of_partitions_are_those_of_the_fullest_rank(data: int) -> None:
+    model = MemoryModel(config("tiny"), "cuda")
+    for tensor, expert in ((1, 1), (2, 1), (1, 4), (2, 4)):
+        degrees = Degrees(data, tensor, expert=expert)
+        if degrees.stage_ranks % expert:
+            continue
+        held = model.held(degrees, 0)
+        ranks = {group: degrees.optimizer_ranks(group) for group in held}
+        parts = {group: -(-n // (2 * ranks[group])) * 2 for group, n in held.items()}
+        assert model._overlapped(degrees, parts) == overlapped(model, degrees, parts)
 
 
 def test_gradients_and_their_buffers_are_those_worked_out_by_hand() -> None:
