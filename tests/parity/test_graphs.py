@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
-from cdrmix.models import expert_rows
+from cdrmix.models import expert_rows, triton_launch
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
 from tests.waits import NUM_BLOCKS, model_with_experts, waits_of_micro_step
@@ -116,3 +116,12 @@ def test_a_block_moves_no_more_bytes(kind: str, form: str) -> None:
     kernels, kilobytes = CEILINGS[kind][form]
     assert 0.9 * kernels < moved.kernels <= kernels
     assert 0.9 * kilobytes < moved.kilobytes <= kilobytes
+
+
+def test_the_warning_about_triton_tells_what_is_counted() -> None:
+    config = load_config(
+        shipped("model_configs") / "cdrmix-core-1b.yaml", ["model.moe.drop_tokens=false"]
+    ).model
+    layer = max(place for place, each in enumerate(config.layer_kinds()) if each == "rwkv")
+    eager, ours = (FORMS[form](config, layer, (2, 4096)).kilobytes for form in ("eager", "ours"))
+    assert f"moves {eager / ours:.1f} times as many bytes" in triton_launch._COST

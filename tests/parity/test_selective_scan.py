@@ -1,5 +1,7 @@
 """Forms of the selective scan against the loop over tokens, mamba-ssm's kernel among them."""
 
+import logging
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -91,6 +93,8 @@ def stand_in(
 def use_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[object], None]]:
     """Puts a stand-in where mamba-ssm's kernel is imported."""
     selective_scan_cuda._checked.cache_clear()
+    monkeypatch.setattr(selective_scan_cuda, "_COST_SIZES", (2, 80, 4))
+    monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     yield lambda kernel: monkeypatch.setattr(selective_scan_cuda, "_kernel", lambda: kernel)
     selective_scan_cuda._checked.cache_clear()
 
@@ -110,7 +114,7 @@ def test_mamba_ssms_conventions_are_translated(
 
 
 def test_kernels_are_used_where_their_gradients_are_right(
-    use_kernel: Callable[[object], None],
+    use_kernel: Callable[[object], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, *rest: Tensor, **options: Any) -> Any:
         return stand_in(u, delta, a, 0.5 * b + 0.5 * b.detach(), *rest, **options)
@@ -124,6 +128,9 @@ def test_kernels_are_used_where_their_gradients_are_right(
     problem = selective_scan_cuda._checked(case)
     assert problem is not None
     assert "db is off by 0." in problem
+    (record,) = caplog.records
+    assert "chunked form" in record.message
+    assert re.search(r"backward: \S+ ms, \d+\.\d times the \S+ ms of what", record.message)
     assert "computes on CUDA" in str(
         selective_scan_cuda.obstacle(*case[:3], is_packed=False, has_start=False)
     )

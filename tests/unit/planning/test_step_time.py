@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cdrmix.config.load import load_config, shipped
+from cdrmix.models import wkv7_fla
 from cdrmix.planning.cluster import Cluster, make_cluster
 from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.layout import Degrees, Layout
@@ -113,6 +114,16 @@ def test_a_larger_micro_batch_sums_gradients_less_often() -> None:
     assert estimated(H200, micro=4).accumulation_seconds == pytest.approx(
         estimated(H200, micro=2).accumulation_seconds / 2
     )
+
+
+def test_the_warning_without_fla_tells_what_the_plan_says() -> None:
+    config = load_config(shipped("model_configs") / "cdrmix-core-1b.yaml")
+    layout = Layout(Degrees(), 1, 2, 64, "none")
+    chunked, fla = (
+        CostModel(MemoryModel(config, "cuda", wkv=form), H200).estimate(layout).step_seconds
+        for form in ("chunked", "fla")
+    )
+    assert f"takes {chunked / fla:.1f} times as long" in wkv7_fla._COST
 
 
 def test_the_chunked_recurrence_is_bound_by_its_launches() -> None:
