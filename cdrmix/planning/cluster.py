@@ -181,8 +181,9 @@ PRESETS: dict[str, Cluster] = {
             host=240,
         ),
         # One core with AVX2, gloo over loopback and 10 Gb/s Ethernet: 80 GFLOP/s measured in
-        # float32 and 1.2 in bf16 (planning/rules.py), 20 GB/s in pointwise passes over tensors of a
-        # few MB; memory of a small virtual machine, assumed.
+        # float32 and 1.2 in bf16 (planning/rules.py), which has no support there: with AVX512-BF16
+        # or AMX bf16 is faster than that by far, as a run measures. 20 GB/s in pointwise passes
+        # over tensors of a few MB; memory of a small virtual machine, assumed.
         _preset(
             "cpu",
             8,

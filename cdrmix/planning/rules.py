@@ -477,8 +477,8 @@ WARNINGS: tuple[Rule, ...] = (
         "half-precision-on-cpu",
         lambda x: x.device == "cpu" and x.training.precision == "bf16",
         "training.precision = {x.training.precision} on CPUs: those without native support "
-        "multiply in it 60 times slower than in fp32; a run measures both when it starts. Try "
-        "training.precision = fp32",
+        "multiply in it 60 times slower than in fp32, and the plan's times are theirs; a run "
+        "measures both when it starts. Try training.precision = fp32 unless it says that bf16 pays",
         "measured on two AVX2 cores: 1.2 GFLOP/s in bf16, 80 in fp32",
     ),
 )
