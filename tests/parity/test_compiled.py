@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models import compiled
 from cdrmix.models.backbone import Backbone
 
 TOLERANCE = 2e-6  # relative, Frobenius: fused kernels round in another order
+MIXERS = ("rwkv", "transformer", "mamba", "routing_mamba")
 
 
-def backbone(**model: object) -> Backbone:
-    moe = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 64}
-    sizes = {"hidden_size": 64, "num_layers": 4, "num_heads": 2, "vocab_size": 256, "moe": moe}
-    made = Backbone(ModelConfig(**sizes | model))
+def backbone(mixers: list[str], *, experts_in: Sequence[int]) -> Backbone:
+    """A model of these layers, dense but for the layers `experts_in`."""
+    moe = {"num_experts": 4, "expert_hidden_size": 64, "layers": list(experts_in)}
+    sizes = {"hidden_size": 64, "num_layers": len(mixers), "num_heads": 2, "vocab_size": 256}
+    mamba = {"routing_mamba": {"num_experts": 3}} if "routing_mamba" in mixers else {}
+    made = Backbone(ModelConfig(mixers=mixers, moe=moe if experts_in else None, **sizes, **mamba))
     made.initialize(seed=0)
-    for block in made.blocks:  # behind outputs of zero little would show
-        torch.nn.init.normal_(block.mixer.output.weight, std=0.1)
+    for parameter in made.parameters():  # behind outputs of zero little would show
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
     return made
 
 
@@ -56,28 +62,40 @@ def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-def test_compiled_blocks_equal_blocks_and_keep_their_names(backend: None) -> None:
-    model = backbone(mixers=["rwkv", "transformer"], num_layers=2)
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_every_kind_of_block_is_one_graph_that_equals_it_and_keeps_its_names(
+    backend: None, has_experts: bool
+) -> None:
+    # the first RWKV layer makes v_first, the second takes it
+    mixers = ["rwkv", *MIXERS]
+    model = backbone(mixers, experts_in=range(len(mixers)) if has_experts else ())
     names = list(model.state_dict())
     wanted = results(model)
     model.is_compiled = True
+    counters.clear()
     assert_equal(results(model), wanted)
     model.activation_checkpointing = "block"
     assert_equal(results(model), wanted)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == len(mixers)
     # so that a checkpoint of either goes on as the other
     assert list(model.state_dict()) == names
 
 
 @pytest.mark.parametrize("backend", ["inductor"], indirect=True)
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_kernels_of_inductor_equal_blocks_and_are_kept(
-    backend: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: None, mixer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled._prepare.cache_clear()
-    model = backbone(moe=None, mixers=["rwkv"], num_layers=1)
+    model = backbone([mixer, mixer], experts_in=[1])  # a dense layer and one of experts
     wanted = results(model)
     model.is_compiled = True
+    counters.clear()
     assert_equal(results(model), wanted)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2
     assert list(tmp_path.rglob("*.so"))
