@@ -187,6 +187,13 @@ LAYOUTS = [
          training=COMPILED | RECOMPUTED),
     Case(data=2, expert=2, packed=True, training=COMPILED),
     Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, training=COMPILED),
+    Case(data=2, packed=True, model=MAMBA, training=COMPILED),
+    Case(data=2, expert=2, accumulation=2, profile="zero2", optimizer="sgd", mixed=True,
+         training=COMPILED),
+    Case(data=2, expert=2, profile="expert", training=COMPILED | RECOMPUTED),
+    Case(data=2, moe=False, profile="zero2_offload", optimizer="sgd", packed=True,
+         further="deepseek", training=COMPILED),
+    Case(data=2, expert=2, profile="zero2_offload", training=COMPILED),
     # Muon; with as many values as here, the ranks' shares end within matrices
     Case(data=2, expert=2, accumulation=2, optimizer="muon"),
     Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline", optimizer="muon"),
