@@ -135,6 +135,6 @@ def loss_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> float:
     summed inside its product, and scaled once at the end.
     """
     vocab, width = model.vocab_size, model.hidden_size
-    of_score, of_weight = (24, 14) if element_bytes < FLOAT32_BYTES else (28, 20)
+    of_score, of_weight = (18, 10) if element_bytes < FLOAT32_BYTES else (20, 12)
     scores = of_score * vocab * tokens
     return scores + of_weight * vocab * width + 2 * element_bytes * width * tokens

@@ -17,6 +17,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block
 from tests.waits import NUM_BLOCKS, model_with_experts, waits_of_micro_step
 from tools.benchmark import block_bytes
+from tools.benchmark.count_bytes import count_loss
 
 
 @pytest.mark.parametrize("drop_tokens", [False, True])
@@ -125,3 +126,10 @@ def test_the_warning_about_triton_tells_what_is_counted() -> None:
     layer = max(place for place, each in enumerate(config.layer_kinds()) if each == "rwkv")
     eager, ours = (FORMS[form](config, layer, (2, 4096)).kilobytes for form in ("eager", "ours"))
     assert f"moves {eager / ours:.1f} times as many bytes" in triton_launch._COST
+
+
+def test_the_loss_moves_no_more_bytes() -> None:
+    config = load_config(shipped("model_configs") / "cdrmix-core-1b.yaml").model
+    counted = count_loss(config, batch=2, length=4096, dtype=torch.bfloat16)
+    kilobytes = counted.total(products=False)[1] / 2 / 4096 / 1e3
+    assert 0.9 * 1_050 < kilobytes <= 1_050  # 1,200 are demanded

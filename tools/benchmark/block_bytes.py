@@ -26,7 +26,7 @@ from cdrmix.config.model import ModelConfig  # noqa: E402
 from cdrmix.models import compiled, wkv7  # noqa: E402
 from cdrmix.models.block import Block  # noqa: E402
 from cdrmix.models.rwkv7 import TimeMix  # noqa: E402
-from tools.benchmark.count_bytes import count_block  # noqa: E402
+from tools.benchmark.count_bytes import count_block, count_loss  # noqa: E402
 
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 
@@ -139,7 +139,10 @@ def _unwritten(node: Any) -> Any:
 
 
 def measure(name: str = "cdrmix-core-1b", tokens: tuple[int, int] = (2, 4096)) -> dict[str, Any]:
-    """Counts one block of each kind of a shipped variant, dropless: rows for docs/benchmarks.md."""
+    """Counts one block of each kind of a shipped variant, dropless, and its loss.
+
+    Rows for docs/benchmarks.md; the loss is not compiled.
+    """
     path = shipped("model_configs") / f"{name}.yaml"
     config = load_config(path, ["model.moe.drop_tokens=false"]).model
     kinds = config.layer_kinds()
@@ -150,7 +153,11 @@ def measure(name: str = "cdrmix-core-1b", tokens: tuple[int, int] = (2, 4096)) -
         for form, is_fused in (("eager", False), ("our kernels", True)):
             row[form] = as_it_is(config, layer, tokens, is_fused=is_fused)._asdict()
         rows.append(row | {"compiled": as_compiled(config, layer, tokens)._asdict()})
-    return {"model": name, "tokens": tokens[0] * tokens[1], "rows": rows}
+    loss = count_loss(config, batch=tokens[0], length=tokens[1], dtype=torch.bfloat16)
+    kernels, moved = loss.total(products=False)
+    number = tokens[0] * tokens[1]
+    of_loss = Moved(kernels, moved / number / 1e3)._asdict()
+    return {"model": name, "tokens": number, "rows": rows, "loss": of_loss}
 
 
 if __name__ == "__main__":

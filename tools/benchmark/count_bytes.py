@@ -39,6 +39,10 @@ _FREE = frozenset(
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_product"})
 # Operators that read no more of their first argument than they write.
 _SELECTING = frozenset({"index_select", "embedding", "gather"})
+# Operators in place that touch no more of their first argument than the values that they put there.
+_PLACING = frozenset({"scatter_"})
+# Operators that read nothing of what they are given, but its shape.
+_FILLING = frozenset({"zeros_like", "ones_like", "full_like", "zero_", "fill_"})
 _SMALL_BYTES = 8 * 2**20  # of a kernel that takes no longer than its launch
 
 
@@ -75,8 +79,16 @@ class _Counting(TorchDispatchMode):
         made = func(*args, **given)
         name = func.overloadpacket.__name__
         if name not in _FREE:
-            read = [made, *args[1:]] if name in _SELECTING else [args, given]
-            self.kernels.add(name, [*tree_leaves(read), *tree_leaves(made)])
+            # what it is given to write its result into, it does not read
+            read = [args, {key: value for key, value in given.items() if key != "out"}]
+            written = made
+            if name in _SELECTING:
+                read = [made, *args[1:]]
+            elif name in _FILLING:
+                read = []
+            elif name in _PLACING:
+                read, written = args[2:], args[3]
+            self.kernels.add(name, [*tree_leaves(read), *tree_leaves(written)])
         return made
 
 

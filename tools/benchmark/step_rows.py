@@ -43,4 +43,21 @@ def compiled_rows(result: dict[str, Any]) -> list[str]:
             f"| {row['model']} | {row['plain']:.0f} | {row['compiled']:.0f} | {row['ratio']:.2f} | "
             f"{row['first_seconds']:.0f} |"
         )
+    moved = result["moved"]
+    rows += [
+        "",
+        f"Bytes that a block of `{moved['model']}` and its loss read and write beside their matrix "
+        "products, bf16, forward and backward, a token: counted from operators on the meta device "
+        "and from what inductor has scheduled for CPUs, not measured. The loss is not compiled, "
+        "and GPUs take our Triton kernels where blocks are not.",
+        "",
+        "| part | as it is, KB | our Triton kernels, KB | compiled, KB | demanded of the least |",
+        "|---|---|---|---|---|",
+    ]
+    demanded = {"rwkv": "900"}
+    for row in moved["rows"]:
+        sizes = (row[form]["kilobytes"] for form in ("eager", "our kernels", "compiled"))
+        cells = " | ".join(f"{size:,.0f}" for size in sizes)
+        rows.append(f"| {row['block']} | {cells} | {demanded.get(row['block'], '')} |")
+    rows.append(f"| loss | {moved['loss']['kilobytes']:,.0f} |  |  | 1,200 |")
     return rows
