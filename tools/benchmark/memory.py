@@ -409,10 +409,12 @@ def compare_on_cuda() -> list[dict[str, Any]] | None:
     return rows
 
 
-def measure() -> dict[str, Any]:
-    """All cases; `cuda` is None where there is no GPU."""
-    rows = [compare(case) for case in CASES]
-    return {"rounds": 1, "rows": rows, "cuda": compare_on_cuda()}
+def measure(most_ranks: int | None = None) -> dict[str, Any]:
+    """All cases, or those of at most so many ranks; `cuda` is None where there is no GPU."""
+    chosen = [case for case in CASES if most_ranks is None or case.world <= most_ranks]
+    left_out = [case.name for case in CASES if case not in chosen]
+    rows = [compare(case) for case in chosen]
+    return {"rounds": 1, "rows": rows, "left_out": left_out, "cuda": compare_on_cuda()}
 
 
 def peak_lines(rows: list[dict[str, Any]] | None) -> list[str]:
@@ -430,12 +432,13 @@ def main() -> None:
     """Print a line per case and part, or JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--most-ranks", type=int, help="leave out cases of more ranks than that")
     parser.add_argument("--cuda-case", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cuda_case is not None:
         print(measured_peak(CUDA_CASES[args.cuda_case]))
         return
-    result = measure()
+    result = measure(args.most_ranks)
     if args.json:
         print(json.dumps(result))
         return

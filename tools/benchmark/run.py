@@ -2,6 +2,7 @@
 
     make bench                        all of them
     make bench ARGS='wkv7 moe'        some; the sections of the others stay as they are
+    make bench ARGS='memory --flags=--most-ranks=2'    with flags of its own
 
 Each benchmark is a module of this folder that measures both sides in one call, on one thread, in
 CPU time, and prints JSON with --json.
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -238,6 +240,8 @@ def memory_rows(result: dict[str, Any]) -> list[str]:
             off = "0" if guess == found else f"{guess / found - 1:+.2%}"
             cells.append(f"{found / 1e6:.2f}, {off}")
         rows.append(f"| {row['case']['name']} | {' | '.join(cells)} |")
+    if result["left_out"]:
+        rows += ["", f"Not measured, for too many ranks: {'; '.join(result['left_out'])}."]
     return rows
 
 
@@ -420,12 +424,14 @@ def section(name: str, python: str, flags: list[str]) -> str:
     )
     result = json.loads(done.stdout.splitlines()[-1])
     heading, rows = SECTIONS[name]
+    told = [flag for flag in flags if not flag.startswith("--rounds")]  # they stand behind it
     today = datetime.datetime.now(datetime.UTC).date()
     load = os.getloadavg()[0]
     lines = [
         f"## {heading}",
         "",
-        f"`python -m {module}`, rounds: {result['rounds']}, {today}, load {load:.1f}.",
+        f"`{' '.join(('python -m', module, *told))}`, rounds: {result['rounds']}, {today}, "
+        f"load {load:.1f}.",
         f"{machine()}.",
         "",
         *rows(result),
@@ -455,8 +461,10 @@ def main() -> None:
         help="interpreter of an environment that has the peers; default: this one",
     )
     parser.add_argument("--rounds", type=int, help="measured rounds; default: each one's own")
+    parser.add_argument("--flags", default="", help="further flags of each benchmark that is named")
     arguments = parser.parse_args()
-    flags = [] if arguments.rounds is None else ["--rounds", str(arguments.rounds)]
+    flags = [] if arguments.rounds is None else [f"--rounds={arguments.rounds}"]
+    flags += shlex.split(arguments.flags)
     for name in arguments.names or list(SECTIONS):
         text = section(name, arguments.python, flags)
         print(text)
