@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +33,15 @@ if name == "check":
 sys.exit(3 if name == "gemm" else 0)
 """
 _COMMAND = [sys.executable, "-c", _STAGE]
+
+
+# Parts of names of rows that a CPU can only refuse, and of all rows the least number.
+_REFUSED = ("fla", "CUDNN", "EFFICIENT")
+_LEAST_ROWS = {
+    "environment": 3, "check": 9, "gemm": 12, "wkv": 2, "step": 2, "block": 2, "triton": 7,
+    "loss": 1, "attention": 12, "tests": 1,
+}  # fmt: skip
+_SLOW = ("step", "tests")  # starts two trainings; collects tests
 
 
 def is_alive(process: int) -> bool:
@@ -60,6 +73,38 @@ def test_a_stage_that_fails_does_not_end_the_day_and_the_page_tells_of_it(tmp_pa
     page = place(PAGE.read_text(encoding="utf-8"), "gpu", text)
     assert page.count("## GPU\n") == 1
     assert page.index("failed with exit code 3") < page.index("<!-- begin wkv7 -->")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in STAGES],
+)
+def test_every_stage_runs_in_small_in_a_process_of_its_own_and_writes_its_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            assert os.getsid(self.pid) == self.pid != os.getsid(0), "killed without this one"
+            started.append(self)
+
+    monkeypatch.setattr("tools.gpu_day.run.subprocess.Popen", Noted)
+    command = [sys.executable, "-m", "tools.gpu_day.stages"]
+    result = run_stage(name, tmp_path, seconds=200, command=command, smoke=True)
+    assert result["outcome"] == "done"
+    assert [each.args[-4] for each in started] == [name]
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == result
+    rows = result["rows"]
+    assert len(rows) >= _LEAST_ROWS[name]
+    failed = [row for row in rows if "failed" in row and not row["name"].startswith(_REFUSED)]
+    assert not failed
+    for row in rows:
+        figures = [x for x in row.values() if isinstance(x, float | int)]
+        assert all(math.isfinite(x) and x >= 0 for x in figures), row
+    measured = [row for row in rows if {"failed", "not_run"}.isdisjoint(row)]
+    assert measured or name in ("check", "triton"), "which are of kernels for GPUs alone"
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,8 @@ def measure(runs: int) -> dict[str, Any] | None:
             "function": title,
             "passes": triton_launch.passes(name, device, torch.bfloat16, size),
         }
-        used, triton_launch._DEVICE_TYPES = triton_launch._DEVICE_TYPES, ()
-        row["eager_us"] = microseconds(eager, shapes, runs)
-        triton_launch._DEVICE_TYPES = used
+        with triton_launch.without_kernels():
+            row["eager_us"] = microseconds(eager, shapes, runs)
         if row["passes"]:
             row["kernel_us"] = microseconds(kernel, shapes, runs)
         found.append(row)
