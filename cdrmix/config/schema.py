@@ -429,8 +429,9 @@ class Config(Section):
             if self.training.stage == "b" and stage_b.run is not None and degree > 1:
                 raise ValueError(
                     f"parallel.{axis} = {degree} lays out Stage A, and a run with stage_b.run "
-                    "trains none. In Stage B a rank holds the whole backbone with all its experts, or, of "
-                    f"a frozen one, a stage of stage_b.pipeline. Leave parallel.{axis} out"
+                    "trains none. In Stage B a rank holds the whole backbone with all its experts, "
+                    "or, of a frozen one, a stage of stage_b.pipeline. Leave "
+                    f"parallel.{axis} out"
                 )
         # Its own limit checks window_tokens; this is about the length that null stands for.
         window = stage_b.training.window_tokens or self.training.sequence_length

@@ -61,16 +61,19 @@ class SavedActivations:
             device=device,
             wkv=wkv,
             segments_documents=config.data.segment_documents,
-            fuses_blocks=config.training.compile != "off",
+            kernels="compiled",
         )
+        if config.training.compile == "off":
+            self.setting = self.setting.uncompiled()
         self.types = block_types(self.model)
         self._has_v_first = any(kind.passes_v_first for kind in self.types)
         self._like = _first_alike(config.model)
         self._stream = self.element_bytes * self.model.hidden_size  # of one token
-        # RMSNorm saves its input and one float32 a row, that of models/block_cpu.cpp its input; on
-        # CPU torch composes it of operations that save input and normalised input, both in float32
+        # RMSNorm saves its input and one float32 a row, that of models/block_cpu.cpp and a compiled
+        # one its input; on CPU torch composes it of operations that save input and normalised
+        # input, both in float32
         self._norm = PerToken(self._stream + 4)
-        if self.setting.fuses_pointwise:
+        if self.setting.runs_cpp or self.setting.is_compiled:
             self._norm = PerToken(self._stream)
         elif device == "cpu":
             self._norm = PerToken(2 * 4 * self.model.hidden_size + 4)
@@ -172,7 +175,7 @@ class SavedActivations:
         gradients = PerToken(self._stream).on(degrees) * tokens * further
         if mtp.kind == "independent" and mtp.head == "linear":
             return gradients + self._stream * tokens, 0.0  # all maps have one input
-        setting = replace(self.setting, model=self.model.further_blocks())
+        setting = replace(self.setting.uncompiled(), model=self.model.further_blocks())
         kind = block_types(setting.model)[-1]
         form = kind.sequence_form(
             setting.model,
@@ -327,8 +330,8 @@ class SavedActivations:
         kind = self.types[layer]
         mixer = kind.saved(self.setting, layer, form)
         feed_forward = saved_by_feed_forward(self.setting, layer)
-        if kind.shifts_channels:  # what is shifted, and its shift
-            tensors = 1 if self.setting.fuses_pointwise else 2
+        if kind.shifts_channels:  # what is shifted, and its shift; compiled, the shift alone
+            tensors = 1 if self.setting.runs_own or self.setting.is_compiled else 2
             feed_forward = PerToken(tensors * self._stream) + feed_forward
         return self._norm + mixer, self._norm + feed_forward
 

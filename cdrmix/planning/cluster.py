@@ -55,8 +55,8 @@ class _Efficiency(NamedTuple):
 # tools/benchmark/public_runs.py says which runs the first two are fitted on, and holds the errors
 # of the others.
 _A100 = _Efficiency(0.66, "fitted on published runs on A100")
-_HOPPER = _Efficiency(0.49, "fitted on published runs on H100")
-_UNKNOWN = _Efficiency(0.49, "assumed as of an H100, as it is held to no run")
+_HOPPER = _Efficiency(0.50, "fitted on published runs on H100")
+_UNKNOWN = _Efficiency(0.50, "assumed as of an H100, as it is held to no run")
 _CPU = _Efficiency(0.74, "fitted on two steps of one core, within 3 % of both")
 
 

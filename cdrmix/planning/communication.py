@@ -2,7 +2,8 @@
 
 Bytes are payloads; times are those of ring algorithms and of all-to-alls on the links that the
 members of a group have between them. Payloads are held to what CPU ranks exchange
-(tests/distributed/test_communication.py). Nothing overlaps computation here.
+(tests/distributed/test_communication.py). What of these times passes under computation is told by
+`planning/cost.py`.
 """
 
 from __future__ import annotations

@@ -356,6 +356,8 @@ def _parts_text(cost: Cost) -> str:
         "communication": sum(cost.communication_seconds.values()),
     }
     told = ", ".join(f"{time_text(seconds)} {name}" for name, seconds in parts.items())
+    if cost.hidden_seconds:
+        told += f", of which {time_text(cost.hidden_seconds)} pass under the backward pass"
     return f"{told}; launching takes the host {time_text(cost.launch_seconds)}"
 
 

@@ -2,8 +2,9 @@
 
 Each part follows from a count: FLOPs of the model (`counts`), bytes that kernels beside products
 move (`moved`), bytes of gradients and optimizer (`state_traffic`), payloads of collectives
-(`communication`). `step_time` turns them into seconds. Communication does not overlap computation:
-the shipped DeepSpeed profiles do not enable it.
+(`communication`). `step_time` turns them into seconds. Of communication the reduction of gradients
+overlaps computation, where DeepSpeed does it under the backward pass (`overlap_comm`); the weights
+that ZeRO-3 fetches ahead are not credited.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
-from cdrmix.planning.communication import Communication
+from cdrmix.planning.communication import Communication, Exchanged
 from cdrmix.planning.counts import (
     attended_tokens,
     count,
@@ -29,6 +30,7 @@ from cdrmix.planning.state_traffic import accumulation_bytes, optimizer_bytes
 from cdrmix.planning.step_time import (
     LAUNCH_SECONDS,
     Work,
+    hidden_seconds,
     memory_seconds,
     pipeline_seconds,
     product_seconds,
@@ -61,6 +63,7 @@ class Cost:
     optimizer_seconds: float  # end of a step: norm, clipping, update
     communication_bytes: dict[str, int]  # payload by purpose, of the busiest rank
     communication_seconds: dict[str, float]  # time by purpose, of the busiest rank
+    hidden_seconds: float  # of these, the part that passes under the backward pass
     pipeline_bubble: float  # share of the step in which a pipeline stage is idle
     step_seconds: float  # of the whole step
     tokens_per_second: float  # all ranks
@@ -126,9 +129,10 @@ class CostModel:
         work, summing = self._of_busiest_stage(layout)
         compute = seconds_of(work + summing, cluster, self.peak)
         exchanged, passing, once = self.communication.of_step(layout)
+        hidden = self._hidden_seconds(layout, exchanged)
         optimizer = self._optimizer_seconds(layout)
         seconds = pipeline_seconds(compute + passing, micro_steps=steps, stages=pipeline)
-        seconds += once + optimizer
+        seconds += once - hidden + optimizer
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
         flops = self.counts.train_flops_per_token
@@ -144,6 +148,7 @@ class CostModel:
             optimizer_seconds=optimizer,
             communication_bytes={kind: payload for kind, (payload, _) in exchanged.items()},
             communication_seconds={kind: taken for kind, (_, taken) in exchanged.items()},
+            hidden_seconds=hidden,
             pipeline_bubble=(pipeline - 1) / (steps + pipeline - 1),
             step_seconds=seconds,
             tokens_per_second=rate,
@@ -156,20 +161,43 @@ class CostModel:
         """Work of a micro-step on the stage that the others wait for, and the sum of gradients."""
         degrees = layout.degrees
         stages = self.memory.stages(degrees.pipeline)
-        works = [
-            self._of_stage(layout, layers, is_last=layers.stop == self.model.num_layers)
-            for layers in stages
-        ]
+        works = []
+        for layers in stages:
+            is_last = layers.stop == self.model.num_layers
+            forward, backward = self._passes_of_stage(layout, layers, is_last=is_last)
+            works.append(forward + backward)
         work = max(works, key=lambda each: seconds_of(each, self.cluster, self.peak))
         held = self.communication.held_by_fullest(degrees)
         summed = accumulation_bytes(layout, held, element_bytes=self.size)
         launches = _KERNELS_OF_SUM * self.num_tensors / degrees.pipeline
         return work, Work(0, summed, launches)
 
-    def _of_stage(self, layout: Layout, layers: range, *, is_last: bool) -> Work:
-        """Work of a micro-step on a stage, without the sum of gradients.
+    def _hidden_seconds(self, layout: Layout, exchanged: Exchanged) -> float:
+        """Time of a step's exchange of gradients that passes under backward passes.
+
+        DeepSpeed reduces a bucket on a stream of its own while the next one is filled, and the last
+        one behind the backward pass (runtime/zero/stage_1_and_2.py: average_tensor). The blocks'
+        own exchanges take the same links, so that it passes under computation alone.
+        """
+        kinds = ("gradients_all_reduce", "gradients_reduce_scatter")
+        reducing = sum(exchanged[kind][1] for kind in kinds if kind in exchanged)
+        if not layout.overlaps_reduction or not reducing:
+            return 0.0
+        steps = layout.gradient_accumulation_steps
+        layers = range(self.model.num_layers)  # no pipeline reduces below ZeRO-1
+        _, backward = self._passes_of_stage(layout, layers, is_last=True)
+        beside = seconds_of(backward, self.cluster, self.peak)
+        held = sum(self.communication.held_by_fullest(layout.degrees).values())
+        last = min(1.0, layout.bucket_elements / held)
+        return steps * hidden_seconds(reducing / steps, beside, last=last)
+
+    def _passes_of_stage(
+        self, layout: Layout, layers: range, *, is_last: bool
+    ) -> tuple[Work, Work]:
+        """Work of a micro-step on a stage forward and backward, without the sum of gradients.
 
         Recomputation runs forward passes of blocks once more, all of them or what is no product.
+        The loss forms its gradients in the forward pass.
         """
         degrees = layout.degrees
         tokens = self.activations.tokens(layout)
@@ -177,18 +205,27 @@ class CostModel:
         flops = sum(self.layer_flops[layer] for layer in layers)
         if degrees.sequence > 1:
             flops += self._flops_of_passed_states(layers, degrees)
-        total = (self.passes + (1 if layout.recomputes_blocks else 0)) * flops
+        repeated = self.passes - 1 + (1 if layout.recomputes_blocks else 0)
         kernels = self.moved.of_layers(layers, degrees)
-        moved = tokens * ((1 + again) * kernels.forward_bytes + kernels.backward_bytes)
         spans = self.activations.spans(layout)[0]
-        launches = spans * ((1 + again) * kernels.forward + kernels.backward)
+        forward = Work(
+            flops * tokens / degrees.tensor, tokens * kernels.forward_bytes, spans * kernels.forward
+        )
+        backward = Work(
+            repeated * flops * tokens / degrees.tensor,
+            tokens * (again * kernels.forward_bytes + kernels.backward_bytes),
+            spans * (again * kernels.forward + kernels.backward),
+        )
         if is_last:
-            total += self.passes * self.flops_above
-            outside, launched = self.moved.outside(degrees, tokens)
-            moved, launches = moved + outside, launches + launched
+            above = self.passes * self.flops_above * tokens / degrees.tensor
+            forward += Work(above, *self.moved.outside(degrees, tokens))
         if degrees.expert > 1:
-            moved += (2 + again) * _SORTED_ROWS * self.communication.routed_bytes(layout, layers)
-        return Work(total * tokens / degrees.tensor, moved, launches)
+            rows = _SORTED_ROWS * self.communication.routed_bytes(layout, layers)
+            forward, backward = (
+                forward + Work(0, rows, 0),
+                backward + Work(0, (1 + again) * rows, 0),
+            )
+        return forward, backward
 
     def _flops_of_passed_states(self, layers: range, degrees: Degrees) -> int:
         """Forward FLOPs per token of a stage by which states cross sequence ranks."""

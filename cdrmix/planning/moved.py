@@ -56,10 +56,11 @@ class MovedBytes:
 
     def of_layers(self, layers: range, degrees: Degrees) -> Kernels:
         """Kernels of a rank in some blocks."""
-        return self._of_stage(layers.start, layers.stop, degrees.tensor, degrees.sequence)
+        spread = degrees.tensor, degrees.sequence, degrees.expert
+        return self._of_stage(layers.start, layers.stop, *spread)
 
-    def _sum(self, start: int, stop: int, tensor: int, sequence: int) -> Kernels:
-        degrees = Degrees(tensor=tensor, sequence=sequence)
+    def _sum(self, start: int, stop: int, tensor: int, sequence: int, expert: int) -> Kernels:
+        degrees = Degrees(tensor=tensor, sequence=sequence, expert=expert)
         forward = backward = forward_kernels = backward_kernels = 0.0
         for layer in range(start, stop):
             moved = self._block(layer, degrees)
@@ -76,9 +77,13 @@ class MovedBytes:
             return moved_by_saved(PerToken(activations.saved_per_token(layer)))
         kind, form = activations.types[layer], activations.sequence_form(layer, degrees)
         makes_v_first = not is_v_first_made(self._model, layer)
-        alike = (kind, form, self._model.has_experts(layer), makes_v_first)
+        has_experts = self._model.has_experts(layer)
+        is_sent = has_experts and degrees.expert > 1
+        alike = (kind, form, has_experts, is_sent, makes_v_first)
         if alike not in self._of_kind:
-            self._of_kind[alike] = block_moved(activations.setting, layer, form, kind)
+            self._of_kind[alike] = block_moved(
+                activations.setting, layer, form, kind, is_sent=is_sent
+            )
         return self._of_kind[alike]
 
     def outside(self, degrees: Degrees, tokens: int) -> tuple[float, float]:
@@ -102,17 +107,27 @@ class MovedBytes:
     def _further_block(self) -> Moved:
         assert isinstance(self._activations, SavedActivations), "rules refuse it of other models"
         sizes = self._model.further_blocks()
-        setting = replace(self._activations.setting, model=sizes)
+        setting = replace(self._activations.setting.uncompiled(), model=sizes)
         return block_moved(setting, sizes.num_layers - 1, "whole", block_types(sizes)[-1])
 
 
-def block_moved(setting: Setting, layer: int, form: SequenceForm, kind: BlockType) -> Moved:
-    """Memory traffic of a block of RWKX-V: both halves, each with its norm and residual sum."""
-    moved = kind.moved(setting, layer, form) + moved_by_feed_forward(setting, layer)
+def block_moved(
+    setting: Setting,
+    layer: int,
+    form: SequenceForm,
+    kind: BlockType,
+    *,
+    is_sent: bool = False,
+) -> Moved:
+    """Memory traffic of a block of RWKX-V: both halves, each with its norm and residual sum.
+
+    The second half is not compiled where its rows are sent to experts on other ranks (`is_sent`).
+    """
+    second = setting.uncompiled() if is_sent and setting.is_compiled else setting
+    moved = kind.moved(setting, layer, form) + moved_by_feed_forward(second, layer)
     if kind.shifts_channels:
-        moved = moved + kind.moved_by_shift(setting)
-    around = _around_half(setting)
-    return moved + around + around
+        moved = moved + kind.moved_by_shift(second)
+    return moved + _around_half(setting) + _around_half(second)
 
 
 def _around_half(setting: Setting) -> Moved:
@@ -123,7 +138,7 @@ def _around_half(setting: Setting) -> Moved:
     and writes both; backward it reads three and writes one.
     """
     stream = setting.element_bytes * setting.model.hidden_size
-    if setting.fuses_blocks:
+    if setting.is_compiled:
         return Moved(PerToken(4 * stream), PerToken(4 * stream), 1, 1)
     return Moved(PerToken(5 * stream), PerToken(6 * stream), 2, 2)
 

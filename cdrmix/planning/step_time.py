@@ -55,6 +55,15 @@ def seconds_of(work: Work, cluster: Cluster, peak: float) -> float:
     return max(running, launching) if cluster.device == "cuda" else running + launching
 
 
+def hidden_seconds(exchange: float, beside: float, *, last: float) -> float:
+    """Time of an exchange that passes under computation of the same rank (seconds).
+
+    `exchange` is what its links take, `beside` the computation that it may run under; the share
+    `last` of it begins when that is over. That collectives slow products down a little is left out.
+    """
+    return min((1 - last) * exchange, beside)
+
+
 def ring_bandwidth(cluster: Cluster, ranks: int, *, stride: int = 1) -> float:
     """Bandwidth of a ring over `ranks` ranks, each `stride` from the next one (bytes per second).
 

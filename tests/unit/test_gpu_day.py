@@ -18,7 +18,7 @@ import pytest
 from tools.benchmark.run import PAGE, place
 from tools.gpu_day.predictions import judge, read_predictions
 from tools.gpu_day.run import STAGES, read_results, run_stage, section
-from tools.gpu_day.step import VARIANTS
+from tools.gpu_day.step import VARIANTS, planned
 
 # Writes a row and the id of a process of its own, then does as the name of the stage says.
 _STAGE = """
@@ -126,3 +126,19 @@ def test_the_predictions_are_of_stages_and_variants_that_there_are() -> None:
         assert each["low"] <= each["expected"] <= each["high"]
         if each["stage"] == "step":
             assert each["row"] in {variant.name for variant in VARIANTS}
+
+
+def test_steps_are_predicted_as_the_plan_expects_them() -> None:
+    """A change of the plan's model of time changes what is expected of a GPU; ranges are a
+    quarter to either side, as far as the worst of the published runs is off."""
+    variants = {variant.name: variant for variant in VARIANTS}
+    made: dict[str, dict[str, float]] = {}
+    for each in read_predictions():
+        if each["stage"] != "step" or each["figure"] == "peak_of_planned":
+            continue
+        name = each["row"]
+        made[name] = made.get(name) or planned(variants[name])
+        assert each["expected"] == pytest.approx(made[name][each["figure"]], rel=0.01), name
+        assert each["high"] / each["expected"] == pytest.approx(1.25, rel=0.01)
+        assert each["expected"] / each["low"] == pytest.approx(1.25, rel=0.01)
+    assert len(made) >= 5

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ from cdrmix.config.model import ModelConfig  # noqa: E402
 from cdrmix.models import compiled, wkv7  # noqa: E402
 from cdrmix.models.block import Block  # noqa: E402
 from cdrmix.models.rwkv7 import TimeMix  # noqa: E402
-from tools.benchmark.count_bytes import count_block, count_loss  # noqa: E402
+from cdrmix.planning.blocks.block_type import is_v_first_made  # noqa: E402
+from tools.benchmark.count_bytes import PRODUCTS, Kernels, count_block, count_loss  # noqa: E402
 
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
+T = TypeVar("T")
 
 
 class Moved(NamedTuple):
@@ -50,33 +51,82 @@ def as_it_is(
 
 def as_compiled(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> Moved:
     """Counts a compiled block in bf16, with a micro-batch of `tokens`, (B, T)."""
-    kernels: list[int] = []
+    passes = count_compiled(config, layer, tokens)
+    numbers, sizes = zip(*(each.total(products=False) for each in passes), strict=True)
+    return Moved(sum(numbers), sum(sizes) / tokens[0] / tokens[1] / 1e3)
+
+
+def count_compiled(
+    config: ModelConfig, layer: int, tokens: tuple[int, int]
+) -> tuple[Kernels, Kernels]:
+    """Counts the kernels of a compiled block in bf16 in a forward and a backward pass.
+
+    Those of inductor are named "fused"; the recurrence is "wkv7" and "wkv7_backward", as in
+    `count_block`.
+    """
+    forward, backward = _graphs(config, layer, tokens, _scheduled)
+    return forward, backward
+
+
+def count_saved(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> int:
+    """Counts the bytes that a compiled block in bf16 saves for its backward pass.
+
+    Parameters and v_first, which other blocks hold, are left out.
+    """
+    return _graphs(config, layer, tokens, _saved)[0]
+
+
+def _graphs(
+    config: ModelConfig,
+    layer: int,
+    tokens: tuple[int, int],
+    read: Callable[[torch.fx.GraphModule, Sequence[Tensor]], T],
+) -> list[T]:
+    """Reads something off the forward and the backward graph of a compiled block."""
+    found: list[T] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, inner_compile=counting)  # type: ignore[return-value]
+        return compile_fx(graph, inputs, inner_compile=reading)  # type: ignore[return-value]
 
-    def counting(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **_: Any) -> Any:
+    def reading(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **_: Any) -> Any:
         from torch._functorch._aot_autograd.utils import make_boxed_func
 
-        kernels.extend(_scheduled(graph, inputs))
+        found.append(read(graph, inputs))
         results = graph.graph.find_nodes(op="output")[0].args[0]
         return make_boxed_func(lambda *_: [_unwritten(each) for each in results])
 
     block, given = _block(config, layer, tokens)
     torch._dynamo.reset()
     run = torch.compile(compiled._whole, backend=backend, fullgraph=True, dynamic=False)
-    x, _, statistics = run(block, *given, None)
-    outputs = [x] + ([] if statistics is None else [statistics])
+    x, made, statistics = run(block, *given, None)
+    outputs = [each for each in (x, made, statistics) if each is not None and each.requires_grad]
     torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
-    return Moved(len(kernels), sum(kernels) / tokens[0] / tokens[1] / 1e3)
+    return found
+
+
+def _saved(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> int:
+    """Bytes of a forward graph's results, with its residual stream in place of the block's output.
+
+    Both are as large; what other results repeat, or the caller holds already, is not counted.
+    """
+    results = dict.fromkeys(module.graph.find_nodes(op="output")[0].args[0])
+    values = [each.meta["val"] for each in results if _is_made(each)]
+    return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
+
+
+def _is_made(result: Any) -> bool:
+    return isinstance(result, torch.fx.Node) and result.op != "placeholder"
 
 
 def _block(
     config: ModelConfig, layer: int, tokens: tuple[int, int]
-) -> tuple[Block, tuple[Tensor, Tensor]]:
-    """Makes a block, and its residual stream and v_first, [B, T, D], on the default device."""
+) -> tuple[Block, tuple[Tensor, Tensor | None]]:
+    """Makes a block, and its residual stream and v_first, [B, T, D], on the default device.
+
+    There is no v_first where the block is the one that makes it.
+    """
     with torch.device("meta"):
         block = Block(config, layer).to(torch.bfloat16)
     block.to_empty(device=torch.get_default_device())
@@ -84,7 +134,7 @@ def _block(
         block.mixer.recurrence = _one_recurrence
     sizes = (*tokens, config.hidden_size)
     x, v_first = (torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    return block, (x, v_first)
+    return block, (x, v_first if is_v_first_made(config, layer) else None)
 
 
 def _one_recurrence(*inputs: Any, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -93,8 +143,8 @@ def _one_recurrence(*inputs: Any, segment_ids: Tensor | None = None) -> tuple[Te
     return y, s
 
 
-def _scheduled(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> list[int]:
-    """Bytes that each kernel of a graph reads and writes, by inductor's scheduler."""
+def _scheduled(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Kernels:
+    """Kernels of a graph and the bytes that each reads and writes, by inductor's scheduler."""
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -108,6 +158,7 @@ def _scheduled(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> list[i
     with V.set_fake_mode(fake_mode):
         compile_fx._recursive_post_grad_passes(module, is_inference=False)
     graph = GraphLowering(module, shape_env=fake_mode.shape_env)
+    kernels = Kernels()
     with (
         V.set_fake_mode(fake_mode),
         V.set_graph_handler(graph),
@@ -115,19 +166,23 @@ def _scheduled(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> list[i
     ):
         graph.run(*inputs)
         graph._update_scheduler()
-        sizes = [
-            (int(node.get_read_write_buffers_sizes()), _is_product(node))
-            for node in graph.scheduler.nodes
-        ]
-    return [size for size, is_product in sizes if size > 0 and not is_product]
+        for node in graph.scheduler.nodes:
+            size = int(node.get_read_write_buffers_sizes())
+            if size > 0:
+                name = _name(node)
+                kernels.number[name] += 1
+                kernels.moved[name] += size
+    return kernels
 
 
-def _is_product(node: Any) -> bool:
-    """True for a matrix product of inductor's scheduler, which is a kernel of a library."""
-    kernel = getattr(node.node, "python_kernel_name", None) or ""
-    return kernel.rpartition(".")[2] in _PRODUCTS or any(
-        f".{name}." in f".{kernel}." for name in _PRODUCTS
-    )
+def _name(node: Any) -> str:
+    """Name of a kernel of inductor's scheduler, as `count_bytes` has it where a library runs it."""
+    parts = (getattr(node.node, "python_kernel_name", None) or "fused").split(".")
+    product = next((part for part in parts if part in PRODUCTS), None)
+    if product is not None:
+        return product
+    found = next((part for part in parts if part.startswith("wkv7")), parts[-1])
+    return found.replace("wkv7_fla", "wkv7")
 
 
 def _unwritten(node: Any) -> Any:

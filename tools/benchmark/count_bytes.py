@@ -36,7 +36,7 @@ _FREE = frozenset(
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     )
 )
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_product"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_product"})
 # Operators that read no more of their first argument than they write.
 _SELECTING = frozenset({"index_select", "embedding", "gather"})
 # Operators in place that touch no more of their first argument than the values that they put there.
@@ -63,7 +63,7 @@ class Kernels:
 
     def total(self, *, products: bool) -> tuple[int, int]:
         """Number and bytes of matrix products, or of all other kernels."""
-        names = [name for name in self.number if (name in _PRODUCTS) == products]
+        names = [name for name in self.number if (name in PRODUCTS) == products]
         return sum(self.number[name] for name in names), sum(self.moved[name] for name in names)
 
 

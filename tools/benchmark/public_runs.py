@@ -2,10 +2,12 @@
 
     python -m tools.benchmark.public_runs [--json] [--efficiency 0.5]
 
-The runs are in public_runs.toml, each with its source. Their work is described by the same formulas
-and turned into seconds by the same functions as a plan's (planning/step_time.py); what differs is
-what their software does: fused kernels, collectives that run beside products. One number for each
-kind of device is fitted, the share of the peak that products reach, on the runs that say so.
+The runs are in public_runs.toml, each with its source. This is a composer of its own beside
+`CostModel.estimate`, as their software is other: layouts of FSDP and Megatron, fused kernels,
+collectives beside products. Their work becomes seconds by the functions of a plan
+(planning/step_time.py), and bytes of attention, routing, activations and time mixing are those that
+a plan counts of compiled or fused blocks. One number for each kind of device is fitted, the share
+of the peak that products reach, on the runs that say so.
 tests/unit/test_public_runs.py holds the errors of all others.
 """
 
@@ -21,13 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cdrmix.planning.blocks.attention import attention_moved_fused
-from cdrmix.planning.blocks.feed_forward import activation_moved_fused, routing_moved_fused
+from cdrmix.planning.blocks.attention import attention_moved
+from cdrmix.planning.blocks.feed_forward import activation_moved_fused, routing_moved_compiled
 from cdrmix.planning.blocks.rwkv import time_mix_moved_fused
 from cdrmix.planning.cluster import PRESETS, Cluster, make_cluster
 from cdrmix.planning.step_time import (
     Work,
     exchange_seconds,
+    hidden_seconds,
     memory_seconds,
     pipeline_seconds,
     ring_bandwidth,
@@ -43,6 +46,8 @@ _LOSS_FUSED, _LOSS = 12, 28
 _OPTIMIZER_BYTES = 46
 # Megatron adds the gradient to float32 inside the product: read and written once.
 _FUSED_SUM_BYTES = 8
+# Elements that are reduced behind a backward pass: a bucket of ZeRO-2, as Lightning sets it.
+_BUCKET_ELEMENTS = 2e8
 # Kernels of a block forward and backward, fused and not, and of one with experts.
 _KERNELS = {(True, False): 45, (False, False): 140, (True, True): 200, (False, True): 260}
 
@@ -183,7 +188,7 @@ class Model:
         inner = self.dense_inner or self.inner
         yield dense, (forward * inner, backward * inner)
         inner = self.top_k * self.inner + self.shared_inner
-        to_rows, back = routing_moved_fused(self.width, self.top_k)
+        to_rows, back = routing_moved_compiled(self.width, self.top_k)
         if self.biases:  # of experts, spread over their rows, weighted in float32, and added
             to_rows += self.top_k * (8 * self.inner + 10 * self.width)
             back += self.top_k * (2 * self.inner + 4 * self.width)
@@ -191,12 +196,9 @@ class Model:
 
     def _of_attention(self, *, fused: bool) -> tuple[float, float]:
         query, kv = self.query_width, self.kv_width
-        forward, backward = attention_moved_fused(query, kv)
-        if not self.rotates:
-            return forward - 2 * (query + kv), backward - 2 * (query + kv)
-        if not fused:  # as counted of models/attention.py: the rotation moves five times as much
-            return forward + 8 * (query + kv), backward + 8 * (query + kv)
-        return forward, backward
+        if not self.rotates:  # the kernel alone, behind one product for all three inputs
+            return 2 * (query + kv), 4 * (query + kv)
+        return attention_moved(query, kv, compiled=fused)
 
 
 @dataclass(frozen=True)
@@ -313,15 +315,15 @@ def predict(run: Run, record: Record, efficiency: float | None = None) -> float:
     rings = [(dense, run.ranks, run.tensor), (experts, groups, run.expert)]
     shards = dense / run.ranks + experts / groups
     # bytes a parameter: weights gathered for both passes and float32 gradients, or bf16 ones
-    beside = once = 0.0
+    beside = once = reducing = 0.0
     for elements, ranks, stride in rings:
         if ranks == 1 or not elements:
             continue
         ring = (1 - 1 / ranks) / ring_bandwidth(cluster, ranks, stride=stride)
         if run.shards == "parameters" and not run.gathers_once:
             beside += (2 * _ELEMENT + 4) * elements * ring
-        elif run.shards == "gradients":  # of ZeRO-2, which does not overlap
-            once += 2 * _ELEMENT * elements * ring
+        elif run.shards == "gradients":
+            reducing += 2 * _ELEMENT * elements * ring
         else:
             once += (_ELEMENT + 4) * elements * ring
     if run.shards == "optimizer":
@@ -340,7 +342,11 @@ def predict(run: Run, record: Record, efficiency: float | None = None) -> float:
         routed = (model.feed_forwards() - model.dense_layers) / run.pipeline
         payload = stream * routed * (4 + 2 * run.again) / run.tensor
         waits += payload * _exchange_seconds_of_byte(run, model, cluster)
-    micro_step = max(compute, beside) + waits
+    if run.overlaps:  # under the backward pass, as many products as its share
+        backward = compute * (2 + run.again) / (3 + run.again)
+        last = min(1.0, _BUCKET_ELEMENTS / (dense + experts))
+        reducing -= hidden_seconds(reducing, backward, last=last)
+    micro_step = max(compute, beside) + waits + reducing
     step = run.rounds * pipeline_seconds(
         micro_step, micro_steps=run.micro_steps, stages=run.pipeline, parts=run.parts
     )
@@ -410,6 +416,19 @@ def public_rows(result: dict[str, Any]) -> list[str]:
         f"{statistics.median(kept_out):.1%} (demanded: 15 %), the worst by {max(kept_out):.1%} "
         "(35 %). `h100_500w` are Meta's H100 of 2.4 TB/s at 500 W, whose peak is scaled by "
         "500 / 700.",
+        "",
+        "These are predictions of a composer of its own (`tools/benchmark/public_runs.py`), not "
+        "of `CostModel.estimate`, which knows the layouts of DeepSpeed and the blocks of this "
+        "project alone. Both share the presets, all of `planning/step_time.py` (products, "
+        "memory, launches, rings, all-to-alls, what is hidden, the pipeline), and bytes of "
+        "attention and routing as compiled, of activations, of norms and of RWKV-7's time "
+        "mixing as fused kernels. The composer has its own sizes and FLOPs of the published "
+        "models, bytes of the loss, of Megatron's sum of gradients and of the optimizer, "
+        "kernels of a block, and layouts (FSDP, Megatron's tensor and interleaved pipeline "
+        "ranks, DeepEP). So these runs hold the speed of products, memory and links, and no "
+        "more: the plan's bytes of DeepSpeed's gradients, of our Triton kernels and of the loss "
+        "are held by counts, its payloads by runs on CPU ranks, its bytes of the WKV-7 op by "
+        "nothing yet.",
         "",
         "Which runs are fitted on was chosen after first trials of the model, and two facts of "
         "single runs (biases of GPT-OSS's experts, one copy of a token to each node) were put in "

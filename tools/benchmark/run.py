@@ -39,6 +39,7 @@ from tools.benchmark.learn_rows import (
     table_rows,
 )
 from tools.benchmark.live import live_rows
+from tools.benchmark.planned_time import planned_time_rows
 from tools.benchmark.public_runs import public_rows
 from tools.benchmark.step_rows import compiled_rows, step_rows
 from tools.benchmark.trackers import tracker_rows
@@ -384,6 +385,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "muon": ("Muon beside AdamW", muon_rows),
     "leak": ("Leaks over 2,000 steps", leak_rows),
     "memory": ("Memory against the plan", memory_rows),
+    "planned_time": ("Where a step's planned time goes", planned_time_rows),
     "public_runs": ("The plan's time against published runs", public_rows),
     "start_up": ("Start-up", start_up_rows),
     "live": ("Live view", live_rows),

@@ -18,8 +18,9 @@ import psutil
 
 from cdrmix.config.load import load_config
 from cdrmix.errors import EXIT_USER_ERROR
-from cdrmix.planning.cluster import GIB
+from cdrmix.planning.cluster import GIB, make_cluster
 from cdrmix.planning.counts import count
+from cdrmix.planning.profile import choose
 from tools.benchmark.run import ROOT
 
 H200_BF16_FLOPS = 989e12
@@ -70,6 +71,23 @@ _COMMON = (
     "checkpoint.every_steps=100",
 )
 _SMALL = ("training.sequence_length=64",)
+
+
+def planned(variant: Variant) -> dict[str, float]:
+    """Plans a variant on one H200 as `cdrmix plan` does, with the day's steps of few samples.
+
+    A step of 16 samples ends eight times as often as one of 128, and its optimizer counts more.
+    """
+    config_file = ROOT / "model_configs/cdrmix-core-1b.yaml"
+    config = load_config(config_file, [*_COMMON, *variant.overrides])
+    cluster = make_cluster(nodes=1, gpus_per_node=1, gpu="h200-141")
+    plan = choose(config, cluster, profile=variant.profile)
+    memory, cost = plan.estimates()
+    return {
+        "us_a_token": 1e6 / cost.tokens_per_second,
+        "mfu": cost.mfu,
+        "planned_gib": memory.total / GIB,
+    }
 
 
 def step_rows(variants: Sequence[Variant], *, steps: int, smoke: bool) -> Any:

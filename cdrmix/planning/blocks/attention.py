@@ -64,17 +64,12 @@ class AttentionBlock(BlockType):
         model = setting.model
         size, width = setting.element_bytes, model.hidden_size
         kv_width = model.num_kv_heads * model.head_dim
-        if setting.fuses_blocks:
-            forward, backward = attention_moved_fused(width, kv_width)
-            return Moved(
-                PerToken(0, size * forward), PerToken(size * 4 * width, size * backward), 6, 12
-            )
-        # as counted operator by operator: 12 D + 12 G forward, 13 D + 14 G backward
+        forward, backward = attention_moved(width, kv_width, compiled=setting.is_compiled)
+        # each tensor rank has the gradients of the three inputs, and their sum, in full
+        whole = 0 if setting.is_compiled else 6 * width
+        kernels = (12, 19) if setting.is_compiled else (20, 22)
         return Moved(
-            PerToken(0, size * (12 * width + 12 * kv_width)),
-            PerToken(size * 6 * width, size * (13 * width + 14 * kv_width)),
-            20,
-            22,
+            PerToken(0, size * forward), PerToken(size * whole, size * (backward - whole)), *kernels
         )
 
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
@@ -87,14 +82,15 @@ def _angle_bytes(setting: Setting) -> int:
     return 2 * setting.element_bytes * setting.model.head_dim * setting.sequence_length
 
 
-def attention_moved_fused(query_width: int, kv_width: int) -> tuple[int, int]:
-    """Elements per token that attention moves forward and backward, where kernels are fused.
+def attention_moved(query_width: int, kv_width: int, *, compiled: bool) -> tuple[int, int]:
+    """Elements per token that attention moves forward and backward.
 
-    Forward the rotation reads and writes query and key, and the kernel reads query, key and value
-    and writes its output; backward it reads these five and the gradient, and writes three.
+    Rotation, kernel and the sum of three inputs' gradients, as counted operator by operator, or as
+    torch 2.13's inductor schedules them (tools/benchmark/count_bytes.py and block_bytes.py).
     """
-    forward = 4 * query_width + 4 * kv_width
-    return forward, 6 * query_width + 6 * kv_width
+    if compiled:
+        return 8 * query_width + 7 * kv_width, 20 * query_width + 11 * kv_width
+    return 12 * query_width + 12 * kv_width, 19 * query_width + 14 * kv_width
 
 
 def segment_mask_bytes(setting: Setting, layout: Layout) -> int:

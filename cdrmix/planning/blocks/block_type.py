@@ -12,7 +12,7 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,9 @@ from cdrmix.planning.parameter import Parameter
 
 FLOAT32_BYTES = 4
 WKVForm = Literal["fla", "chunked", "cpp"]
+# What computes between a block's matrix products. operators: PyTorch's, one by one; own: the
+# kernels of `models`, in Triton on GPUs and in C++ on CPUs; compiled: those of torch.compile.
+BlockKernels = Literal["operators", "own", "compiled"]
 # Exchange of a mixer between sequence ranks. whole: none; heads: tokens for heads, all-to-all;
 # state: each rank runs its own tokens, and their effect on the state is gathered.
 SequenceForm = Literal["whole", "heads", "state"]
@@ -78,13 +81,36 @@ class Setting:
     segments_documents: bool  # True if documents in a sample are kept apart
     # True of tokens that are some of their sample, each row others; `sequence_length` counts them
     is_gathered: bool = False
-    # True where a compiler runs what lies between two products as one kernel
-    fuses_blocks: bool = False
+    kernels: BlockKernels = "operators"
+
+    def uncompiled(self) -> Setting:
+        """Setting of what training.compile leaves out: with our own kernels, where they run.
+
+        Those in C++ take float32, and are there where that of the recurrence is; Triton comes with
+        torch's builds for GPUs.
+        """
+        is_cpp = self.wkv == "cpp" and self.element_bytes == FLOAT32_BYTES
+        return replace(self, kernels="own" if self.device == "cuda" or is_cpp else "operators")
 
     @property
-    def fuses_pointwise(self) -> bool:
-        """True where kernels of models/rwkv7_cpu.cpp and block_cpu.cpp run, saving their inputs."""
-        return self.wkv == "cpp" and self.element_bytes == FLOAT32_BYTES
+    def is_compiled(self) -> bool:
+        """True where torch.compile makes the kernels of a block."""
+        return self.kernels == "compiled"
+
+    @property
+    def runs_cpp(self) -> bool:
+        """True where kernels of models/rwkv7_cpu.cpp and block_cpu.cpp run."""
+        return self.kernels == "own" and self.device == "cpu"
+
+    @property
+    def runs_triton(self) -> bool:
+        """True where kernels of models/expert_rows_triton.py run."""
+        return self.kernels == "own" and self.device == "cuda"
+
+    @property
+    def runs_own(self) -> bool:
+        """True where kernels of `models` run, which save their inputs and nothing between."""
+        return self.kernels == "own"
 
 
 # Bytes moved for each byte that is saved, where nothing else is known, and kernels. Of blocks that
@@ -234,7 +260,7 @@ def rebuilt_norm(setting: Setting) -> PerToken:
     """
     width = setting.model.hidden_size
     inside = 4.0
-    if setting.fuses_pointwise:
+    if setting.runs_cpp:
         inside = 0
     elif setting.device == "cpu":
         wide = 1 if setting.element_bytes == FLOAT32_BYTES else 2

@@ -45,6 +45,18 @@ _CHUNKED_KERNELS = (514, 1_107)
 _CHUNKED_TOKENS = 1_024
 # Streams that six mixes read and write forward and backward as one kernel.
 _FUSED_MIXES = (7, 8)
+# Streams of time mixing between its products, op left out, forward and backward: with the Triton
+# kernels (sums of what two of them give a tensor included), and as torch 2.13's inductor schedules
+# them; each where v_first is mixed in, and what is less where it is made. And elements for each
+# feature of the low ranks, whose tanh and sigmoid are operators of their own. Counted in bf16 by
+# tools/benchmark/count_bytes.py and block_bytes.py; tests/parity/test_moved_bytes.py counts again.
+_TRITON_TIME_MIX, _LESS_IN_TRITON = (25, 52), (4, 10)
+_COMPILED_TIME_MIX, _LESS_COMPILED = (50, 98), (7, 5)
+_OF_LOW_RANKS = (2, 2)
+_WIDE_IN_FLOAT32 = (1.0, 2.5)
+# Kernels of time mixing, products included and op left out; and how many fewer make v_first.
+_TRITON_KERNELS, _FEWER_IN_TRITON = (19, 42), (3, 8)
+_COMPILED_KERNELS, _FEWER_COMPILED = (38, 51), (4, 5)
 
 
 class RWKVBlock(BlockType):
@@ -98,8 +110,13 @@ class RWKVBlock(BlockType):
         whole = size * (7 * width + hidden_ranks)
         # v before the mix, and its share of v_first
         per_head = 0 if makes_v_first else size * 2 * width
-        if setting.fuses_pointwise:  # k, decay, iclr; y, gate, output
+        if setting.runs_own:  # k, decay, iclr; y, gate, output
             return PerToken(whole, per_head + size * 6 * width + _saved_by_op(setting, form))
+        if setting.is_compiled:
+            # as torch 2.13 cuts the graph: the shift in place of x; decay, iclr, gate, key, r k,
+            # y + bonus and what is made of them
+            per_head = size * (9 if makes_v_first else 10) * width
+            return PerToken(whole, per_head + _saved_by_op(setting, form))
         whole += size * width  # the shift of x
         # k, kk, k * k_a, iclr - 1, iclr; y, r * k, y + bonus, gate, their product
         per_head += size * 10 * width
@@ -134,7 +151,7 @@ class RWKVBlock(BlockType):
         # output and gate; lw, k, a, b, decay, iclr; v, and its share of v_first
         gated: float = (10 if is_v_first_made(model, layer) else 8) * size * width
         mixes = rebuilt_norm(setting) + PerToken(6 * size * width)
-        if not setting.fuses_pointwise:
+        if not setting.runs_own:
             # and what PyTorch saves between them: kk, k * k_a, iclr - 1; y normed, r * k; lw, the
             # sigmoid of the decay and k * k_k in float32; as of `saved`, of heads
             gated += (4 * size + 3 * FLOAT32_BYTES - size) * width
@@ -174,8 +191,10 @@ class RWKVBlock(BlockType):
         model = setting.model
         size, width = setting.element_bytes, model.hidden_size
         makes_v_first = not is_v_first_made(model, layer)
-        if setting.fuses_blocks or setting.fuses_pointwise:
+        if setting.runs_cpp:
             return _moved_fused(setting, makes_v_first) + moved_by_op(setting)
+        if setting.is_compiled or setting.runs_own:
+            return _moved_counted(setting, makes_v_first) + moved_by_op(setting)
         # elements of D: all, and those of token shift and mixes, which each tensor rank has in full
         forward, backward = (81, 257) if size < FLOAT32_BYTES else (64, 219)
         if makes_v_first:
@@ -197,8 +216,12 @@ class RWKVBlock(BlockType):
     def moved_by_shift(self, setting: Setting) -> Moved:
         """Shift of the tokens before the feed-forward."""
         size, width = setting.element_bytes, setting.model.hidden_size
-        if setting.fuses_blocks or setting.fuses_pointwise:
-            return Moved(PerToken(size * 2 * width), PerToken(size * 3 * width), 1, 1)
+        if setting.is_compiled or setting.runs_own:
+            # compiled, the gradients of two products are summed by a kernel of its own
+            is_summed = setting.is_compiled and setting.model.ffn_activation == "swiglu"
+            backward = size * (6 if is_summed else 3) * width
+            kernels = 3 if setting.runs_triton else 1  # and the mix's gradient, summed
+            return Moved(PerToken(size * 2 * width), PerToken(backward), 1, kernels)
         return Moved(PerToken(size * 8 * width), PerToken(size * 21 * width), 4, 10)
 
     def heads_bytes(self, model: ModelConfig, tokens: int, element_bytes: int) -> int:
@@ -238,6 +261,33 @@ def _moved_fused(setting: Setting, makes_v_first: bool) -> Moved:
     return Moved(
         PerToken(mixes, size * forward - mixes), PerToken(back, size * backward - back), 11, 24
     )
+
+
+def _moved_counted(setting: Setting, makes_v_first: bool) -> Moved:
+    """Pointwise maths in the Triton kernels or in those of torch.compile, as counted.
+
+    Each tensor rank has the mixes in full; blocks that are cut are not compiled.
+    """
+    size, width = setting.element_bytes, setting.model.hidden_size
+    in_triton = setting.runs_own
+    streams = _TRITON_TIME_MIX if in_triton else _COMPILED_TIME_MIX
+    less = _LESS_IN_TRITON if in_triton else _LESS_COMPILED
+    kernels = _TRITON_KERNELS if in_triton else _COMPILED_KERNELS
+    fewer = _FEWER_IN_TRITON if in_triton else _FEWER_COMPILED
+    ranks = setting.model.low_rank_sizes()
+    low_rank = ranks.decay + ranks.gate
+
+    def part(backward: int) -> PerToken:
+        all_streams: float = streams[backward] - (less[backward] if makes_v_first else 0)
+        if size == FLOAT32_BYTES:
+            # the log decay and sums of tiles are float32 in any type, two streams of bf16 for one
+            all_streams -= _WIDE_IN_FLOAT32[backward]
+        mixes = _FUSED_MIXES[backward]
+        split = (all_streams - mixes) * width + _OF_LOW_RANKS[backward] * low_rank
+        return PerToken(size * mixes * width, size * split)
+
+    numbers = [kernels[n] - (fewer[n] if makes_v_first else 0) for n in (0, 1)]
+    return Moved(part(0), part(1), *numbers)
 
 
 def moved_by_op(setting: Setting) -> Moved:

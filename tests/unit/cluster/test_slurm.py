@@ -156,14 +156,14 @@ def test_flags_win_over_the_plan_and_options_over_flags(tmp_path: Path) -> None:
 
 def test_it_is_told_how_many_jobs_the_run_takes(tmp_path: Path) -> None:
     made = batch("cdrmix-core-4b", tmp_path, gpu="h100-80", nodes=2)
-    assert made.lines["time"].startswith("31 days to the end: 286,103 steps")
-    assert made.lines["jobs"].startswith("32 starts of --time 24:00:00")
-    many = "takes 32 starts of --time 24:00:00, each after its turn in the queue. Give a longer"
+    assert made.lines["time"].startswith("24 days to the end: 286,103 steps")
+    assert made.lines["jobs"].startswith("24 starts of --time 24:00:00")
+    many = "takes 24 starts of --time 24:00:00, each after its turn in the queue. Give a longer"
     assert any(many in warning for warning in made.warnings)
     made = batch("cdrmix-core-4b", tmp_path, gpu="h100-80", nodes=2, chain=3, time_limit="2-0")
-    assert made.lines["jobs"] == "16 of --time 2-0, one after the other"
+    assert made.lines["jobs"] == "12 of --time 2-0, one after the other"
     assert not any("in the queue" in warning for warning in made.warnings)
-    assert "--chain 3 ends before the run: give --chain 16" in made.warnings
+    assert "--chain 3 ends before the run: give --chain 12" in made.warnings
     for given in ({"time_limit": "90"}, {"options": ["time=90"]}):
         made = batch("cdrmix-core-4b", tmp_path, gpu="h100-80", nodes=2, **given)
         assert " starts of --time 90 (minutes): " in made.lines["jobs"]

@@ -47,13 +47,13 @@ def test_a_larger_one_is_cut_as_far_as_it_must_be() -> None:
     degrees = planned(config, 8).degrees
     assert (degrees.pipeline, degrees.expert) == (1, 8)
     assert degrees.tensor < 8
-    # of float32, twice as large, stages are needed as well
-    assert planned(judged("40b"), 16).degrees.pipeline == 2
+    # of float32, twice as large, and more samples, stages are needed as well
+    assert planned(judged("40b", samples=16), 16).degrees.pipeline == 2
 
 
 def test_a_smaller_batch_needs_less() -> None:
     with pytest.raises(PlanError, match="no layout of 8 ranks fits.*give --batch-size 1"):
-        planned(judged("40b"), 8)
+        planned(judged("40b", samples=16), 8)
     assert planned(judged("40b", samples=1), 8).degrees.world_size == 8
 
 
