@@ -154,6 +154,10 @@ def _reasons(
     elif plan.zero_stage != stage or plan.offloads_optimizer:
         usual = [each for each in others if each.zero_stage == stage]
         by_size = _unusual_reason(plan, f"ZeRO-{stage}", usual)
+    elif stage == 2 and plan.fits:
+        best = _best_rate(plan, [each for each in others if each.zero_stage == 1])
+        told = "does not fit" if best is None else f"has {best:,.0f} tokens per second at best"
+        by_size += f"; ZeRO-1 {told}"
     expert, by_experts = zero.expert_degree(config, degrees)
     if degrees.expert != expert:
         usual = [each for each in others if each.degrees.expert == expert]
@@ -226,14 +230,22 @@ def _recomputation_reason(plan: Plan, config: Config, others: Sequence[Plan]) ->
 
 def _unusual_reason(plan: Plan, usual: str, plans: Sequence[Plan]) -> str:
     """Says why a plan is not as usual for the size; `plans` are the others that are."""
-    fitting = [each for each in plans if each.fits and not each.missing]
-    fitting = [each for each in fitting if each.offloads_optimizer == plan.offloads_optimizer]
-    if not plan.fits or not fitting:
+    best = _best_rate(plan, plans)
+    if not plan.fits or best is None:
         return "takes less memory"
-    best = max(each.estimates()[1].tokens_per_second for each in fitting)
     if best < plan.estimates()[1].tokens_per_second:
         return f"estimated faster than {usual}, whose best is {best:,.0f} tokens per second"
     return f"as fast as {usual}, and simpler or smaller"
+
+
+def _best_rate(plan: Plan, others: Sequence[Plan]) -> float | None:
+    """Estimated tokens per second of the fastest that fits, with the optimizer on the same side."""
+    rates = [
+        each.estimates()[1].tokens_per_second
+        for each in others
+        if each.fits and not each.missing and each.offloads_optimizer == plan.offloads_optimizer
+    ]
+    return max(rates, default=None)
 
 
 def _faster(plan: Plan, others: Sequence[Plan]) -> list[Plan]:

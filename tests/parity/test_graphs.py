@@ -98,7 +98,8 @@ def test_a_block_is_one_graph_and_layers_of_a_kind_share_it(name: str) -> None:
 # would need mixes and gates that are computed once more in the backward pass in one kernel.
 CEILINGS = {
     "rwkv": {"eager": (240, 2_080), "ours": (115, 730), "compiled": (95, 965)},
-    "transformer": {"eager": (130, 720), "ours": (110, 535), "compiled": (55, 440)},
+    # 12 make the angles, once for a length
+    "transformer": {"eager": (125, 720), "ours": (110, 535), "compiled": (55, 440)},
 }
 FORMS: dict[str, Callable[..., block_bytes.Moved]] = {
     "eager": block_bytes.as_it_is,

@@ -78,8 +78,8 @@ def test_every_shipped_config_loads_counts_and_plans(path: Path, world_size: int
         ("core-1b", 1, "zero1", 1),
         ("core-1b", 2, "zero1", 1),
         ("core-1b", 8, "zero1", 1),
-        ("core-4b", 32, "zero1", 8),
-        ("reason-4b", 12, "zero1", 4),
+        ("core-4b", 32, "zero2", 1),
+        ("reason-4b", 12, "zero2", 1),
         ("core-1b", 3, "zero1", 1),
     ],
 )
