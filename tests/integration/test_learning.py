@@ -27,17 +27,19 @@ def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
     found = binding.learn(rank, seed=0)
     assert found["trained"] >= 0.90
     assert found["gap x8"] >= 0.80
-    # by chance 1 in 16
-    assert found["plastic off"] <= 0.15
-    assert found["weights of another"] <= 0.15
+    by_chance = 1 / binding.NUM_VALUES
+    assert found["plastic off"] <= by_chance + 0.05
+    assert found["weights of another"] <= by_chance + 0.05
     assert found["largest weight"] <= binding.adapter_config(rank).clamp
 
 
 def test_registers_are_tracked_beyond_the_window() -> None:
-    found = registers.learn(seed=0, steps=500)
+    found = registers.learn(seed=0, steps=300)
     assert found["trained"] >= 0.95
     assert found["4x longer"] >= 0.80
+    # by chance 1 in 8
     assert found["window alone"] <= 0.20
+    assert found["slots of another"] <= 0.20
 
 
 def test_trained_keys_are_found_among_distractors_and_raw_ones_are_not() -> None:

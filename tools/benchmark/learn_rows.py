@@ -32,7 +32,7 @@ def binding_rows(result: dict[str, Any]) -> list[str]:
     """Plastic adapters by rank and seed."""
     rows = [
         "Demanded are .90, and .80 at eight times the gap of 16 tokens that they learned at; at "
-        "most .15 with plasticity off or the fast weights of another sequence (by chance .06), at "
+        "most .11 with plasticity off or the fast weights of another sequence (by chance .06), at "
         "most 2 for the largest fast weight, 120 s.",
         "",
         "| rank | pairs | seed | right | gap x8 | plastic off | weights of another "
@@ -52,14 +52,15 @@ def binding_rows(result: dict[str, Any]) -> list[str]:
 def registers_rows(result: dict[str, Any]) -> list[str]:
     """Working memory by seed."""
     rows = [
-        "Demanded are .95, and .80 over texts four times as long; at most .20 for the window "
-        "alone, 120 s.",
+        "64 updates over eight windows, written two tokens a stride. Demanded are .90; at most .30 "
+        "for the window alone and .20 for the slots of another text.",
         "",
-        "| seed | right | 4x longer | window alone | CPU s |",
-        "|---|---|---|---|---|",
+        "| seed | right | 4x longer | window alone | slots of another text | CPU s |",
+        "|---|---|---|---|---|---|",
     ]
+    shown = ("trained", "4x longer", "window alone", "slots of another")
     for row in result["learned"]:
-        shares = [_share(row[name]) for name in ("trained", "4x longer", "window alone")]
+        shares = [_share(row[name]) for name in shown]
         rows.append(f"| {row['seed']} | {' | '.join(shares)} | {row['seconds']:.0f} |")
     return rows
 
@@ -162,32 +163,55 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def table_rows(result: dict[str, Any]) -> list[str]:
-    """The agent, its rivals and its controls, by seed, task and wording."""
+    """The agent, its rivals and its controls, by seed, wording, length and task."""
     rows = [
-        "Share of right answers, with its 95 % interval by Wilson, over texts of 512 tokens with a "
-        "window of 64; columns as in [reasoning.md](reasoning.md#evaluation). `backbone` reads the "
-        "last window alone. Trained rivals begin as the backbone of the finished reader.",
+        "Share of right answers with its 95 % interval by Wilson, retrievals and writes, and "
+        "seconds of a text on one thread; columns as in [reasoning.md](reasoning.md#evaluation). A "
+        "window has 64 tokens. `backbone` reads the last window alone. Trained rivals begin as the "
+        "backbone of the finished reader.",
     ]
     for table in result["tables"]:
-        cells = [(wording, task) for wording, tasks in table["columns"].items() for task in tasks]
-        rows += [
-            "",
-            f"Seed {table['seed']}: {table['seconds']:.0f} s from text to the reader on two ranks; "
-            f"{table['rival_tokens'] / 1e6:.1f} million tokens for each trained rival.",
-            "",
-            "| answers from | " + " | ".join(f"`{t}`, {w} wording" for w, t in cells) + " |",
-            "|---" * (len(cells) + 1) + "|",
+        seconds = "" if table.get("seconds") is None else f", {table['seconds']:.0f} s of training"
+        parts = [
+            (f"{wording} wording, 8 windows", cells) for wording, cells in table["columns"].items()
         ]
-        of_all = {
-            name: [table["columns"][w][t].get(name) for w, t in cells]
-            for name in next(iter(next(iter(table["columns"].values())).values()))
-        }
-        for name in table["trained"]:
-            of_all[f"{name}, trained"] = [table["trained"][name][w][t] for w, t in cells]
-        for name, scores in of_all.items():
-            shown = [_with_interval(each) if each else "-" for each in scores]
-            rows.append(f"| {name} | {' | '.join(shown)} |")
+        parts += [(f"{ratio} windows", cells) for ratio, cells in table["long"].items()]
+        for title, by_task in parts:
+            rows += ["", f"Seed {table['seed']}{seconds}: {title}.", ""]
+            trained = {
+                f"{name}, trained": found[title.split()[0]]
+                for name, found in table["trained"].items()
+                if title.split()[0] in found
+            }
+            rows += _columns_of(by_task, trained)
     return rows
+
+
+def _columns_of(
+    by_task: dict[str, dict[str, Any]], trained: dict[str, dict[str, Any]]
+) -> list[str]:
+    """One table: a row for each column of the controls, and for each trained rival."""
+    heads = [f"`{task}` | operations | s" for task in by_task]
+    rows = [f"| answers from | {' | '.join(heads)} |", "|---" * (3 * len(heads) + 1) + "|"]
+    of_all = {
+        name: [cells.get(name) for cells in by_task.values()]
+        for name in next(iter(by_task.values()))
+    }
+    of_all |= {name: [found[task] for task in by_task] for name, found in trained.items()}
+    for name, cells in of_all.items():
+        rows.append(f"| {name} | {' | '.join(_with_cost(each) for each in cells)} |")
+    return rows
+
+
+def _with_cost(cell: dict[str, Any] | None) -> str:
+    if not cell:
+        return "- | - | -"
+    operations = cell.get("operations")
+    seconds = cell.get("seconds")
+    return (
+        f"{_with_interval(cell)} | {'-' if operations is None else f'{operations:.1f}'} "
+        f"| {'-' if seconds is None else f'{seconds:.2f}'}"
+    )
 
 
 def _with_interval(cell: dict[str, Any]) -> str:
