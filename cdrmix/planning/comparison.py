@@ -61,6 +61,7 @@ class Comparison:
                 "memory_per_rank_bytes": self.plan.stage_b.memory.to_json(),
                 "fits": self.plan.stage_b.fits,
                 "step_seconds": self.plan.stage_b.step_seconds,
+                "policy_step_seconds": self.plan.stage_b.policy_step_seconds,
             }
         return {
             "name": self.config.name,
@@ -387,10 +388,13 @@ def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
     name = "the run" if compared.plan.stage_b is None else "Stage A"
     yield name, f"{training.num_steps:,} steps, {run_time}"
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
-        steps = compared.config.stage_b.training.num_steps
-        each = compared.plan.stage_b.step_seconds
-        took = f"{time_text(each)} each and {time_text(steps * each)} in all"
-        yield "Stage B", f"{steps:,} steps, {took} if all were of its joint phase"
+        phases = compared.config.stage_b.training
+        layout, of_policy = compared.plan.stage_b, phases.policy_steps
+        others = phases.num_steps - of_policy
+        seconds = others * layout.step_seconds + of_policy * layout.policy_step_seconds
+        each, of_each = time_text(layout.step_seconds), time_text(layout.policy_step_seconds)
+        told = f"{others:,} steps of {each} and {of_policy:,} of the policy of {of_each}"
+        yield "Stage B", f"{told}, all at most: {time_text(seconds)}"
     if explain:
         yield "its parts", _parts_text(cost)
     if cost.pipeline_bubble:

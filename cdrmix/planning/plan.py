@@ -28,6 +28,7 @@ class StageBLayout:
     memory: Memory  # bytes on the fullest rank
     fits: bool  # True if `memory` is within the usable share of device and host
     step_seconds: float  # estimated time of a step of the joint phase
+    policy_step_seconds: float  # what a step of the policy's phase takes at most
     whole: Memory  # bytes on a rank that would hold the whole backbone
 
 

@@ -14,8 +14,9 @@ it has a learning rate. Blocks are not recomputed. Activations are those of a tr
 the largest lesson: a frozen one saves less, its adapters about as much more
 (tests/parity/test_stage_b_memory.py).
 
-A step is timed as one of the joint phase, whose lessons are the largest that are learned from. How
-long the policy's episodes are depends on what the agent does, so they are not timed.
+A step is timed as one of the joint phase, whose lessons are the largest that are learned from, and
+one of the policy's phase as the most that its episodes may ask for: how much they do depends on
+what the agent does, and episodes with the same window share what it costs.
 
 An episode keeps a hidden state of each of its steps, counted for the longest text. The device holds
 those of one lesson at a time, and then no activations of another phase: the larger of both counts.
@@ -171,6 +172,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
         memory=memory,
         fits=memory.fits(cluster, share=share),
         step_seconds=model.step_seconds(pipeline),
+        policy_step_seconds=model.policy_step_seconds(pipeline),
         whole=memories[1] if 1 in memories else model.estimate(1),
     )
 
@@ -229,6 +231,8 @@ class _Model:
             *((rows_of_text(texts), tokens) for tokens in of_row),
         ]
         self._calls = len(self._shapes)
+        self._read = read  # tokens of a segment with what is read before it
+        self._segments_of_pass = step
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         self._tokens = texts * (TRAINED_SEGMENTS * read + 2 * window) + plain
         if not self._is_frozen:
@@ -277,6 +281,46 @@ class _Model:
         once += memory_seconds(_OPTIMIZER_BYTES * trained / data, cluster)
         lesson *= self._share_of_time(pipeline)
         return -(-training.lessons_per_step // data) * lesson + once
+
+    def policy_step_seconds(self, pipeline: int) -> float:
+        """Time that a step of the policy's phase takes at most, in its second half, of all lengths.
+
+        A text is read once for its episodes, forward. Each of them looks at its window when it is
+        asked and after each retrieval, and writes an answer token by token, with windows of the
+        same length alone: no two may have it. The heads' own work is small beside all that.
+        """
+        training, policy = self._stage_b.training, self._stage_b.policy
+        cost = CostModel(self._memory, self._cluster)
+        kernels = cost.moved.of_layers(range(self._model.num_layers), Degrees())
+        flops = sum(cost.layer_flops)
+        ratio = sum(training.length_ratios) / len(training.length_ratios)
+        segments = ratio * self._window / segment_tokens(self._window, training.segment_tokens)
+        episodes = training.texts_per_lesson * training.group_size
+
+        def forward(tokens: float, calls: float, *, scored: float = 0) -> float:
+            moved = tokens * kernels.forward_bytes
+            work = Work(tokens * flops + scored * cost.flops_above, moved, calls * kernels.forward)
+            return seconds_of(work, self._cluster, cost.peak)
+
+        read = training.texts_per_lesson * segments * self._read
+        beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
+        width = segment_tokens(self._window, training.segment_tokens) + 1
+        top_k = self._stage_b.memory.top_k
+        looked = [
+            min(self._window, min(retrievals * top_k, policy.max_spliced) * width + beside)
+            for retrievals in range(policy.retrieval_rounds + 1)
+        ]
+        lesson = self._share_of_time(pipeline) * (
+            forward(read, segments / self._segments_of_pass)
+            + forward(episodes * sum(looked), len(looked))
+        )
+        # A call of one token reads the weights that it uses, one stage after the other.
+        calls = episodes * training.answer_tokens
+        weights = self._memory.element_bytes * cost.counts.active_params
+        lesson += forward(calls, calls, scored=calls)
+        lesson += calls * memory_seconds(weights, self._cluster)
+        data = self._cluster.world_size // pipeline
+        return -(-training.lessons_per_step // data) * lesson
 
     def _share_of_time(self, stages: int) -> float:
         """Time of a lesson's calls on so many stages, as a share of that on one.

@@ -570,8 +570,8 @@ def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:
         assert text.startswith(told)
         assert "  Stage A     572,205 steps, 32 days\n" in text
         (timed,) = (line for line in text.splitlines() if line.startswith("  Stage B  "))
-        assert timed.startswith("  Stage B     9,000 steps, ")
-        assert timed.endswith(" in all if all were of its joint phase")
+        assert timed.startswith("  Stage B     8,000 steps of ")
+        assert " and 1,000 of the policy of " in timed
     alone = plan_text(planned("reason-1b", 1, "a100-80", "training.stage=a"))
     assert alone.startswith("cdrmix-reason-1b on 1 x 8 a100-80 (79.1 GiB): fits\n")
 

@@ -163,13 +163,32 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
     assert choice.deepspeed["gradient_clipping"] == 0.0
 
 
+def layout_of_1b(*overrides: str) -> StageBLayout:
+    given = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", overrides)
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="h100-80")
+    made = stage_b_layout(given, cluster, zero_stage=1)
+    assert made is not None
+    return made
+
+
+def test_a_step_of_the_policy_is_timed_by_its_episodes() -> None:
+    def step(*overrides: str) -> float:
+        return layout_of_1b(*overrides).policy_step_seconds
+
+    usual = step()
+    assert usual == pytest.approx(2 * step("stage_b.training.group_size=8"), rel=0.1)
+    # an answer's tokens come one by one, each a call of its own: most of the time
+    longer = step("stage_b.training.answer_tokens=28")
+    assert 1.7 * usual < longer < 2 * usual
+    assert step("stage_b.policy.retrieval_rounds=1") < usual
+    assert step("stage_b.training.length_ratios=[8]") > usual
+    # stages of a pipeline share out reading, and take turns at a token
+    assert step("stage_b.pipeline=8") > 4 * usual
+
+
 def test_a_step_of_stage_b_is_timed_by_its_lessons() -> None:
-    def step(*overrides: str, nodes: int = 1) -> float:
-        given = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", overrides)
-        cluster = make_cluster(nodes=nodes, gpus_per_node=8, gpu="h100-80")
-        made = stage_b_layout(given, cluster, zero_stage=1)
-        assert made is not None
-        return made.step_seconds
+    def step(*overrides: str) -> float:
+        return layout_of_1b(*overrides).step_seconds
 
     frozen = step()
     more = "stage_b.training.texts_per_lesson=32"
