@@ -214,6 +214,29 @@ def _with_cost(cell: dict[str, Any] | None) -> str:
     )
 
 
+def recipe_rows(result: dict[str, Any]) -> list[str]:
+    """Shrunk recipes around a frozen backbone: the agent, its rivals and its controls."""
+    rows = [
+        "Share of right answers with its 95 % interval by Wilson over texts of eight windows; the "
+        "same texts, backbone and seed for all recipes; seconds of training.",
+        "",
+        "| recipe | task | s | agent | operations | oracle | words | all | random | -write |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["recipes"]:
+        for task, columns in row["scores"].items():
+            shown = [
+                _with_interval(columns[name])
+                for name in ("oracle", "words", "all", "random", "-write")
+            ]
+            rows.append(
+                f"| {row['recipe']} | `{task}` | {row['seconds']:.0f} | "
+                f"{_with_interval(columns['agent'])} | {columns['agent']['operations']:.1f} | "
+                f"{' | '.join(shown)} |"
+            )
+    return rows
+
+
 def _with_interval(cell: dict[str, Any]) -> str:
     if cell.get("low") is None:
         return _share(cell["score"])

@@ -34,6 +34,7 @@ from tools.benchmark.learn_rows import (
     muon_rows,
     policy_choice_rows,
     policy_rows,
+    recipe_rows,
     registers_rows,
     retrieval_rows,
     table_rows,
@@ -398,6 +399,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "learn_policy": ("Stage B: the memory agent", policy_rows),
     "policy_choices": ("Stage B: choices of the agent's learning", policy_choice_rows),
     "reasoning_table": ("Stage B: the whole beside its rivals", table_rows),
+    "learn_recipes": ("Stage B: recipes, shrunk, around a frozen backbone", recipe_rows),
     "frozen_stages": ("Stage B: a frozen backbone on two stages", frozen_stage_rows),
     "reasoning": ("Stage B: what it costs", cost_rows),
 }
