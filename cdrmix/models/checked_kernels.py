@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +29,6 @@ T = TypeVar("T")
 
 _FOLDER = "kernel_checks"
 _PACKAGES = ("torch", "triton", "fla-core")
-_TIMED_RUNS = 5  # after two that compile and choose
 
 
 def key_of(
@@ -91,53 +88,6 @@ def in_clean_thread(device: torch.device, action: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
-
-
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Median of the device's time for a call, after two that compile and choose (seconds)."""
-    for _ in range(2):
-        run()
-    return statistics.median(_seconds_once(run, device) for _ in range(_TIMED_RUNS))
-
-
-def _seconds_once(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begins.record()
-    run()
-    ends.record()
-    ends.synchronize()
-    return begins.elapsed_time(ends) / 1e3
-
-
-def measured_cost(
-    slower: Callable[[], Callable[[], object]],
-    faster: Callable[[], Callable[[], object]],
-    device: torch.device,
-) -> str:
-    """Measures what a kernel that is not used would have saved, for the warning about it.
-
-    Args:
-        slower: makes a function that runs what computes instead, forward and backward.
-        faster: makes one that runs the kernel, whose results are wrong.
-    Returns:
-        a sentence behind a space; empty where a form cannot run here at all.
-    """
-
-    def both() -> tuple[float, float]:
-        return seconds_of(faster(), device), seconds_of(slower(), device)
-
-    try:
-        saved, spent = in_clean_thread(device, both)
-    except Exception:  # out of memory, or whatever a compiler of kernels raises: not a figure
-        return ""
-    return (
-        f" Measured here, forward and backward: {1e3 * spent:.3g} ms, "
-        f"{spent / saved:.1f} times the {1e3 * saved:.3g} ms of what is not used."
-    )
 
 
 def _version(package: str) -> str | None:

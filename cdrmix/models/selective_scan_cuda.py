@@ -39,11 +39,6 @@ _COST = (
     "The selective scan runs in its chunked form in PyTorch: same results, slower than the plan "
     "says, which counts the kernel."
 )
-_COST_SIZES = (
-    2,
-    1_024,
-    1_024,
-)  # B, T and I of calls that tell what a wrong kernel would have saved
 
 # The arguments and results of a form of the scan.
 Scan = Callable[["ScanInputs", Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
@@ -148,7 +143,7 @@ def _checked(case: _Case) -> str | None:
         return kernel
     problem = checked_kernels.in_clean_thread(case.device, lambda: _problem(case))
     if problem is not None:
-        log.warning("%s. %s%s", problem, _COST, _measured_cost(case))
+        log.warning("%s. %s", problem, _COST)
     return problem
 
 
@@ -180,29 +175,9 @@ def _problem(case: _Case) -> str | None:
     return f"{about} is wrong: {worst} is off by {errors[worst]:.2g}, allowed {allowed}"
 
 
-def _measured_cost(case: _Case) -> str:
-    """Says how much longer the chunked form takes than mamba-ssm's kernel, where that runs."""
-    from cdrmix.models.selective_scan import scan_chunked
-
-    def passes(form: Scan) -> Callable[[], object]:
-        inputs, segment_ids, weights = _random_input(case, *_COST_SIZES)
-        inputs, weights = ([x.to(case.device) for x in each] for each in (inputs, weights))
-        ids = None if segment_ids is None else segment_ids.to(case.device)
-        return lambda: _results(form, inputs, ids, weights)
-
-    chunked, fused = functools.partial(passes, scan_chunked), functools.partial(passes, scan)
-    return checked_kernels.measured_cost(chunked, fused, case.device)
-
-
 def _small_input(case: _Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """Makes inputs, ids of documents, and weights of y and s, on the CPU."""
-    return _random_input(case, 2, 150, 32)
-
-
-def _random_input(
-    case: _Case, batch: int, time: int, inner: int
-) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Makes inputs of [B, T, I], 80 tokens and more, as `_small_input` does."""
+    batch, time, inner = 2, 150, 32
     normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     wide, narrow = (batch, time, inner), (batch, time, case.states)
     rates = -normal(inner, case.states).exp()

@@ -7,20 +7,17 @@ lengths and widths, with a carried token, documents of one token, and dropped ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdrmix.models import (
-    checked_kernels,
     expert_rows,
     expert_rows_triton,
     feed_forward,
     rwkv7_pointwise,
     rwkv7_triton,
-    triton_launch,
 )
 
 # Relative, Frobenius. Kernels round outputs and gradients once, by up to 2^-9 in bfloat16 and 2^-12
@@ -52,7 +49,6 @@ class Sizes(NamedTuple):
 _ODD = (2, 33, 3, 72)
 # For numbers that 16 divides, as those of models, another kernel is compiled.
 _EVEN = (2, 64, 2, 128)
-_TIMED = (2, 2_048, 16, 2_048)  # about a micro batch, to tell what a kernel would have saved
 
 Values = dict[str, Tensor]
 Form = Callable[[Values], Sequence[Tensor]]
@@ -83,32 +79,6 @@ def problem(
         return None
     worst = max(found, key=lambda name: found[name])
     return f"{about} is wrong: {worst} is off by {found[worst]:.2g}, allowed {allowed}"
-
-
-def measured_cost(
-    kernel: str, device: torch.device, dtype: torch.dtype, compiled_for: int | None
-) -> str:
-    """Says how much longer the eager form takes than a kernel that is not used; or nothing."""
-    case = next(iter(CASES[kernel](Sizes(*_TIMED, compiled_for or 0)).values()))
-
-    def passes(form: Form) -> Callable[[], None]:
-        normal = partial(torch.randn, generator=torch.Generator(device).manual_seed(5))
-        values = {
-            name: normal(shape, dtype=dtype, device=device, requires_grad=True)
-            for name, shape in case.shapes.items()
-        }
-        integers = {name: x.to(device) for name, x in case.integers.items()}
-
-        def run() -> None:
-            with triton_launch.without_kernels():
-                outputs = list(form(values | integers))
-                grads = [torch.ones_like(x) for x in outputs]
-                torch.autograd.grad(outputs, list(values.values()), grads)
-
-        return run
-
-    eager, fused = partial(passes, case.eager), partial(passes, case.kernel)
-    return checked_kernels.measured_cost(eager, fused, device)
 
 
 def errors(

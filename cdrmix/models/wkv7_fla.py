@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,6 @@ from torch import Tensor
 from cdrmix.log import get_logger
 from cdrmix.models import checked_kernels
 from cdrmix.models.packing import packing_of
-from cdrmix.models.wkv7_chunked import wkv7_chunked
 from cdrmix.models.wkv7_reference import DECAY_BOUND, wkv7_reference
 
 log = get_logger(__name__)
@@ -37,7 +38,7 @@ _DTYPES = (torch.bfloat16, torch.float16)  # fla itself warns of float32
 _CHUNK_TOKENS = (64, 32, 16)  # in order of preference where none is timed
 # Calls with fewer tokens, such as those of generation, do not tell what is fastest in training.
 _TIMED_TOKENS = 1_024
-_COST_SHAPE = (2, 1_024, 8)  # of the calls that tell what kernels would have saved that are wrong
+_TIMED_RUNS = 5  # after two that compile and choose
 # Relative, Frobenius. bfloat16 rounds each operand by up to 2^-9 = 0.2 %, a few times in a row:
 # right kernels stay below 1 %, the known miscompilations are off by 50 %.
 _TOLERANCE = 0.02
@@ -210,7 +211,7 @@ def _right_chunk_tokens(case: _Case) -> tuple[int, ...] | str:
     problems = [problem for problem in found.values() if problem is not None]
     right = tuple(tokens for tokens, problem in found.items() if problem is None)
     if not right:
-        log.warning("%s. %s%s", "; ".join(problems), _COST, _measured_cost(case))
+        log.warning("%s. %s", "; ".join(problems), _COST)
         return "; ".join(problems)
     if problems:
         log.warning("%s. Chunks of %s tokens pass.", "; ".join(problems), right)
@@ -234,36 +235,31 @@ def _fastest(case: _Case, shape: Shape, right: tuple[int, ...]) -> int:
 
 
 def _seconds(case: _Case, shape: Shape, chunk_tokens: int) -> float:
-    """Device's time for a forward and a backward pass in chunks of so many tokens."""
-    form = functools.partial(_call, chunk_tokens=chunk_tokens)
-    return checked_kernels.seconds_of(_passes(case, shape, form), case.device)
-
-
-def _passes(
-    case: _Case, shape: Shape, form: Callable[..., tuple[Tensor, Tensor]]
-) -> Callable[[], None]:
-    """Makes a function that runs a form on random input, forward and backward."""
+    """Median of the device's time for a forward and a backward pass."""
     inputs, segment_ids = _random_input(case, shape, case.device)
     leaves = [x.requires_grad_() for x in inputs[:-1]]
     grad = torch.ones_like(inputs[3])
 
     def run() -> None:
-        y, _ = form(leaves, None, segment_ids)
+        y, _ = _call(leaves, None, segment_ids, chunk_tokens=chunk_tokens)
         torch.autograd.grad(y, leaves, grad)
 
-    return run
+    for _ in range(2):
+        run()
+    return statistics.median(_seconds_of(run, case.device) for _ in range(_TIMED_RUNS))
 
 
-def _measured_cost(case: _Case) -> str:
-    """Says how much longer the chunked form takes than fla's kernels, where those run at all."""
-    passes = functools.partial(_passes, case, _COST_SHAPE)
-    slower = functools.partial(passes, wkv7_chunked)
-    for tokens in _CHUNK_TOKENS:
-        faster = functools.partial(passes, functools.partial(_call, chunk_tokens=tokens))
-        found = checked_kernels.measured_cost(slower, faster, case.device)
-        if found:
-            return found
-    return ""
+def _seconds_of(run: Callable[[], None], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begins.record()
+    run()
+    ends.record()
+    ends.synchronize()
+    return begins.elapsed_time(ends) / 1e3
 
 
 def _problem(case: _Case, chunk_tokens: int) -> str | None:

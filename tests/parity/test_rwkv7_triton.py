@@ -7,7 +7,6 @@ uses the kernels, and what they leave out. Compiled kernels are tested in tests/
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,7 +137,6 @@ def on_cpus(
 ) -> Iterator[pytest.LogCaptureFixture]:
     """As on a GPU that has checked nothing yet; yields the log."""
     monkeypatch.setattr(triton_launch, "_DEVICE_TYPES", ("cpu",))
-    monkeypatch.setattr(triton_checks, "_TIMED", triton_checks._ODD)
     monkeypatch.setattr(rwkv7_cpu, "can_run", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
@@ -187,8 +185,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_told_of_once(
         record.message
     )
     assert "PyTorch computes instead" in record.message
-    # the interpreter takes longer than PyTorch: there is a figure, whatever it is
-    assert re.search(r"backward: \S+ ms, \d+\.\d times the \S+ ms of what", record.message)
+    assert "moves 2.9 times as many bytes" in record.message
     assert not list(tmp_path.glob("cdrmix/kernel_checks/*"))
 
 
@@ -202,7 +199,6 @@ def test_a_kernel_that_does_not_compile_is_not_used(
     assert not is_fused(blend())
     assert "blend_values on cpu in torch.bfloat16 fails: PassManager::run failed" in on_cpus.text
     assert "moves 2.9 times as many bytes" in on_cpus.text
-    assert "Measured here" not in on_cpus.text
 
 
 def test_without_triton_the_eager_forms_run_and_the_log_says_so_once(

@@ -1,7 +1,6 @@
 """Forms of the selective scan against the loop over tokens, mamba-ssm's kernel among them."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -93,7 +92,6 @@ def stand_in(
 def use_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[object], None]]:
     """Puts a stand-in where mamba-ssm's kernel is imported."""
     selective_scan_cuda._checked.cache_clear()
-    monkeypatch.setattr(selective_scan_cuda, "_COST_SIZES", (2, 80, 4))
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     yield lambda kernel: monkeypatch.setattr(selective_scan_cuda, "_kernel", lambda: kernel)
     selective_scan_cuda._checked.cache_clear()
@@ -130,7 +128,7 @@ def test_kernels_are_used_where_their_gradients_are_right(
     assert "db is off by 0." in problem
     (record,) = caplog.records
     assert "chunked form" in record.message
-    assert re.search(r"backward: \S+ ms, \d+\.\d times the \S+ ms of what", record.message)
+    assert "slower than the plan says" in record.message
     assert "computes on CUDA" in str(
         selective_scan_cuda.obstacle(*case[:3], is_packed=False, has_start=False)
     )

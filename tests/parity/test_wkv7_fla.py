@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Recomputation
-from cdrmix.models import checked_kernels, compiled, recompute, wkv7_fla
+from cdrmix.models import compiled, recompute, wkv7_fla
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 from tests.parity.test_wkv7 import LOOP, assert_equal, ids_of, random_inputs, results
@@ -115,7 +115,6 @@ def use_kernel(
     """Puts a stand-in where fla's kernel is imported; nothing is kept yet."""
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(wkv7_fla, "_COST_SHAPE", (1, 16, 1))
     forget()
     yield lambda kernel: monkeypatch.setattr(wkv7_fla, "_kernel", lambda: kernel)
     forget()
@@ -128,9 +127,9 @@ OF_A_RUN = (8, 16, 1)  # with the limit below, as a loop over tokens takes its t
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has few tokens timed already, once, by the clock above."""
-    monkeypatch.setattr(checked_kernels, "time", clock)
+    monkeypatch.setattr(wkv7_fla, "time", clock)
     monkeypatch.setattr(wkv7_fla, "_TIMED_TOKENS", 128)
-    monkeypatch.setattr(checked_kernels, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(wkv7_fla, "_TIMED_RUNS", 1)
 
 
 @pytest.mark.parametrize("has_state", [True, False])
@@ -242,32 +241,6 @@ def test_kernels_that_fail_everywhere_are_not_used(
         assert f"chunks of {chunk}" in record.message
     assert "chunked form" in record.message
     assert "takes 2.5 times as long" in record.message
-    # what cannot run has no time
-    assert ("Measured here" in record.message) == (fault == "wrong")
-
-
-def test_the_warning_about_wrong_kernels_tells_the_measured_cost(
-    use_kernel: Callable[[object], None],
-    timed: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    chunked, wrong = wkv7_fla.wkv7_chunked, with_wrong_gradient(64, 32, 16)
-
-    def slow(*arguments: object) -> tuple[Tensor, Tensor]:
-        clock.seconds += 0.020
-        return chunked(*arguments)  # type: ignore[arg-type]
-
-    def kernel(*inputs: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        clock.seconds += 0.004
-        return wrong(*inputs, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(wkv7_fla, "wkv7_chunked", slow)
-    use_kernel(kernel)
-    assert isinstance(wkv7_fla._checked_chunk_tokens(CASE, SMALL), str)
-    (record,) = caplog.records
-    told = "forward and backward: 20 ms, 5.0 times the 4 ms of what is not used."
-    assert record.message.endswith(told)
 
 
 def test_gradients_that_are_wrong_only_where_all_is_kept_are_found(
