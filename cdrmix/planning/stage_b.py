@@ -283,18 +283,20 @@ class _Model:
         return -(-training.lessons_per_step // data) * lesson + once
 
     def policy_step_seconds(self, pipeline: int) -> float:
-        """Time that a step of the policy's phase takes at most, in its second half, of all lengths.
+        """Most time that a step of the policy's phase takes once texts of all lengths are in it.
 
         A text is read once for its episodes, forward. Each of them looks at its window when it is
-        asked and after each retrieval, and writes an answer token by token, with windows of the
-        same length alone: no two may have it. The heads' own work is small beside all that.
+        asked and after each retrieval. Answers are decoded token by token, and only windows of one
+        length together: no two may have the same. What the heads compute is small beside that.
         """
         training, policy = self._stage_b.training, self._stage_b.policy
         cost = CostModel(self._memory, self._cluster)
         kernels = cost.moved.of_layers(range(self._model.num_layers), Degrees())
         flops = sum(cost.layer_flops)
-        ratio = sum(training.length_ratios) / len(training.length_ratios)
-        segments = ratio * self._window / segment_tokens(self._window, training.segment_tokens)
+        # as many as the longest text may have, in proportion
+        ratios = training.length_ratios
+        longest = most_steps(self._stage_b, self._window) - steps_after_question(policy)
+        segments = longest * sum(ratios) / len(ratios) / max(ratios)
         episodes = training.texts_per_lesson * training.group_size
 
         def forward(tokens: float, calls: float, *, scored: float = 0) -> float:

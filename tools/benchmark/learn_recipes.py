@@ -69,8 +69,8 @@ def copying_backbone(place: Path, *, seed: int) -> Path:
     """Trains the backbone, and returns the run of a Stage A that ends with it.
 
     The tiny variant learns to answer first; then its backbone learns to do so from windows of 256
-    tokens in which up to nine segments stand beside the evidence, as a retrieval of eight brings
-    them. From the first step on the longer windows took many times as long to be learned.
+    tokens, in which up to five segments stand beside the evidence, as a retrieval of several brings
+    them.
     """
     reader = place / "reader"
     _train(reader, shipped("model_configs") / TINY, f"training.seed={seed}", *NO_TABLE)
