@@ -20,8 +20,8 @@ class Gathered(NamedTuple):
     """Tokens of a row that a block runs on where they are some of it, in order."""
 
     positions: Tensor  # in the whole row, [B, T]
-    # places, in all rows end to end, of what does not only fill up rows at their ends, [n], rising;
-    # None: all are tokens. No mask: the host would wait for the number of its places
+    # indices of tokens in all rows end to end, [n], rising, without the filling of shorter rows at
+    # their ends; None: all are tokens. A mask in its place would have the host wait for its count
     tokens: Tensor | None
 
 
