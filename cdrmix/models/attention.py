@@ -6,7 +6,7 @@ B batch, T time, D hidden, H query heads, G key/value heads, K head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +30,22 @@ class AttentionState:
     keys: Tensor
     values: Tensor
     lengths: Tensor | None = None
+
+
+def below_each_other(states: Sequence[AttentionState], *, room: int) -> AttentionState:
+    """Puts the rows of states of equally long rows each, one length or several, into one state.
+
+    Every row has room for `room` tokens more than the longest has, so that none is copied for them.
+    """
+    numbers = [state.keys.shape[2] for state in states]
+    longest = max(numbers) + room
+    keys, values = (
+        torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in each])
+        for each in zip(*((state.keys, state.values) for state in states), strict=True)
+    )
+    rows = torch.tensor([len(state.keys) for state in states], device=keys.device)
+    lengths = torch.tensor(numbers, device=keys.device).repeat_interleave(rows)
+    return AttentionState(keys, values, lengths)
 
 
 # the arguments and results of `attend`
@@ -234,14 +250,17 @@ class Attention(Mixer):
         segment_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """Attends from normalised input x, [B, T, D], as `attend`, or with positions, [B, T], as
-        `attend_some`: output [B, T, D], and state."""
+        """Attends from normalised input x, [B, T, D], as `attend`; with positions, [B, T], or
+        behind rows of different lengths, as `attend_some`: output [B, T, D], and state."""
         # -1: a tensor rank has a part of the heads
         query, keys, values = (
             linear(x).unflatten(-1, (-1, self.head_dim))
             for linear in (self.query, self.key, self.value)
         )
         context = (state, segment_ids, self.rope_theta)
+        if positions is None and state is not None and state.lengths is not None:
+            within = torch.arange(x.shape[1], device=x.device)
+            positions = state.lengths.unsqueeze(1) + within
         if positions is None:
             mixed, state = self.attend(query, keys, values, *context)
         else:

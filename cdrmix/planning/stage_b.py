@@ -286,8 +286,8 @@ class _Model:
         """Most time that a step of the policy's phase takes once texts of all lengths are in it.
 
         A text is read once for its episodes, forward. Each of them looks at its window when it is
-        asked and after each retrieval. Answers are decoded token by token, and only windows of one
-        length together: no two may have the same. What the heads compute is small beside that.
+        asked and after each retrieval, and only windows of one length are read together for their
+        answers: no two may have the same. What the heads compute is small beside that.
         """
         training, policy = self._stage_b.training, self._stage_b.policy
         cost = CostModel(self._memory, self._cluster)
@@ -316,10 +316,12 @@ class _Model:
             forward(read, segments / self._segments_of_pass)
             + forward(episodes * sum(looked), len(looked))
         )
-        # A call of one token reads the weights that it uses, one stage after the other.
-        calls = episodes * training.answer_tokens
-        weights = self._memory.element_bytes * cost.counts.active_params
-        lesson += forward(calls, calls, scored=calls)
+        # Windows are read again for their answers, which are then decoded together. Each call reads
+        # the weights, of nearly all experts, one stage after the other.
+        calls = episodes + training.answer_tokens - 1
+        tokens = episodes * (looked[-1] + training.answer_tokens - 1)
+        lesson += forward(tokens, calls, scored=episodes * training.answer_tokens)
+        weights = self._memory.element_bytes * self._params.total()
         lesson += calls * memory_seconds(weights, self._cluster)
         data = self._cluster.world_size // pipeline
         return -(-training.lessons_per_step // data) * lesson

@@ -15,7 +15,7 @@ import torch
 from cdrmix.models.attention import AttentionState
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import BlockState
-from cdrmix.models.state_rows import map_tensors, select
+from cdrmix.models.state_rows import joined, map_tensors, select
 
 
 def carry(
@@ -37,13 +37,13 @@ def carry(
         return without_cache(after)
 
     # rows of equally long first windows together
-    state: list[BlockState] = []
+    states = []
     order: list[int] = []
     for length in sorted(set(firsts)):
         places = [place for place, first in enumerate(firsts) if first == length]
-        state = _joined(state, read([rows[place][:length] for place in places], None))
+        states.append(read([rows[place][:length] for place in places], None))
         order += places
-    state = select(state, torch.tensor(order, device=device).argsort())
+    state = select(joined(states), torch.tensor(order, device=device).argsort())
     # rows end together, so that those with more windows begin earlier
     for left in range(int(full.max()), 0, -1):
         numbers = torch.nonzero(full >= left).flatten()
@@ -68,9 +68,3 @@ def without_cache(state: list[BlockState]) -> list[BlockState]:
             mixer = AttentionState(mixer.keys[:, :, :0], mixer.values[:, :, :0])
         kept.append(each._replace(mixer=mixer))
     return kept
-
-
-def _joined(some: list[BlockState], more: list[BlockState]) -> list[BlockState]:
-    if not some:
-        return more
-    return map_tensors(some, lambda a, b: torch.cat([a, b]), more)

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.reasoning import MemoryPart, StageBConfig
+from cdrmix.models.attention import AttentionState, below_each_other
 from cdrmix.models.backbone import Backbone, Output
-from cdrmix.models.state_rows import select
+from cdrmix.models.block import BlockState
+from cdrmix.models.state_rows import joined, select
 from cdrmix.planning.stage_b import question_head, segment_tokens, segments_of_pass
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
@@ -256,31 +258,61 @@ class MemoryReader(nn.Module):
         self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
     ) -> list[list[int]]:
         """Decodes greedy answers, without the stop; slots and fast weights as in `look`."""
+        first, blocks = self._read_windows(windows, slots=slots, plastic=plastic)
+        state = dataclasses.replace(plastic or EpisodeState({}, 0), blocks=blocks)
         answers: list[list[int]] = [[] for _ in windows.lengths]
-        # windows of equal length together, so that neither state nor cache holds padding
+        rows = torch.arange(len(first), device=first.device)  # windows whose answer goes on
+        next_tokens = first
+        for place in range(self.answer_tokens):
+            goes_on = next_tokens != self.marks.stop
+            if not bool(goes_on.all()):
+                kept = torch.nonzero(goes_on).flatten()
+                rows, next_tokens = rows[kept], next_tokens[kept]
+                slots, state = select(slots, kept), select(state, kept)
+            for row, token in zip(rows.tolist(), next_tokens.tolist(), strict=True):
+                answers[row].append(token)
+            if len(rows) == 0 or place == self.answer_tokens - 1:
+                break
+            tokens = next_tokens.unsqueeze(1)
+            output, state = self.look(tokens, slots=slots, plastic=state, return_blocks=True)
+            next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
+        return answers
+
+    def _read_windows(
+        self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
+    ) -> tuple[Tensor, list[BlockState]]:
+        """Reads windows for their answers.
+
+        Gives the first token of each answer, [n], and the state behind each window, from which all
+        rows go on together. Windows of one length are read together, so that no state holds
+        padding.
+        """
+        order = []
+        first = []
+        states = []
         for length in windows.lengths.unique().tolist():
             group = torch.nonzero(windows.lengths == length).flatten()
-            tokens = windows.tokens[group, :length]
-            own_slots = select(slots, group)
-            state = select(plastic, group)
-            # rows that have stopped are decoded on, which keeps the batch whole, and cut below
-            stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-            decoded = []
-            for _ in range(self.answer_tokens):
-                output, state = self.look(
-                    tokens, slots=own_slots, plastic=state, return_blocks=True
-                )
-                next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
-                decoded.append(next_tokens)
-                stopped |= next_tokens == self.marks.stop
-                if bool(stopped.all()):
-                    break
-                tokens = next_tokens.unsqueeze(1)
-            rows = torch.stack(decoded, dim=1).tolist()  # [n, <= answer_tokens]
-            for place, ids in zip(group.tolist(), rows, strict=True):
-                end = ids.index(self.marks.stop) if self.marks.stop in ids else None
-                answers[place] = ids[:end]
-        return answers
+            output, after = self.look(
+                windows.tokens[group, :length],
+                slots=select(slots, group),
+                plastic=select(plastic, group),
+                return_blocks=True,
+            )
+            assert after.blocks is not None, "asked for"
+            order.append(group)
+            first.append(self.backbone.logits(output.hidden[:, -1]).argmax(-1))
+            states.append(after.blocks)
+        blocks = [self._below_each_other(parts) for parts in zip(*states, strict=True)]
+        back = torch.cat(order).argsort()
+        return torch.cat(first)[back], select(blocks, back)
+
+    def _below_each_other(self, parts: Sequence[BlockState]) -> BlockState:
+        """Puts the states of a block behind windows of different lengths into one."""
+        mixers = [part.mixer for part in parts]
+        if not isinstance(mixers[0], AttentionState):
+            return joined(parts)
+        mixer = below_each_other(mixers, room=self.answer_tokens)
+        return joined([part._replace(mixer=None) for part in parts])._replace(mixer=mixer)
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:

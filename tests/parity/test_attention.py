@@ -8,7 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.attention import Attention, AttentionState, rotary_angles
+from cdrmix.models.attention import (
+    Attention,
+    AttentionState,
+    below_each_other,
+    rotary_angles,
+)
 
 HEAD_DIM, THETA = 32, 10_000.0
 
@@ -68,6 +73,25 @@ def test_attention_equals_its_definition(num_kv_heads: int, segments: list[int])
     # the angles are computed in float32, in both precisions
     torch.testing.assert_close(out[0], by_hand(attention, x[0], segments), rtol=1e-5, atol=1e-6)
     assert state.keys.shape == state.values.shape == (1, num_kv_heads, len(segments), HEAD_DIM)
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths_go_on_together_as_they_do_alone() -> None:
+    attention = random_attention(4, 2)
+    pasts = [torch.randn(rows, length, 4 * HEAD_DIM).double() for rows, length in ((2, 3), (1, 7))]
+    states = [attention(past)[1] for past in pasts]
+    after = below_each_other(states, room=2)
+    assert after.lengths is not None and after.lengths.tolist() == [3, 3, 7]
+    new = torch.randn(3, 2, 4 * HEAD_DIM, dtype=torch.float64)
+    found = []
+    for token in new.split(1, dim=1):
+        out, after = attention(token, after)
+        found.append(out)
+    assert after.keys.shape[2] == 9, "the room was enough"
+    rows = [row for past in pasts for row in past]
+    for place, past in enumerate(rows):
+        whole = torch.cat([past, new[place]]).unsqueeze(0)
+        torch.testing.assert_close(torch.cat(found, 1)[place], attention(whole)[0][0, -2:])
 
 
 def test_documents_and_a_carried_state_do_not_go_together() -> None:

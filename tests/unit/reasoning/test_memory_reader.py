@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cdrmix.config.reasoning import ANSWER_TOKENS
+from cdrmix.config.reasoning import ANSWER_TOKENS, MemoryPart
 from cdrmix.errors import DataError
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning.lessons import Lesson
@@ -162,6 +162,7 @@ def test_answers_come_token_by_token_as_from_whole_windows(
     reading = reader.read(lesson.texts)
     slots = reader.summarise(reading, torch.arange(4), lesson.summarised)
     windows = reader.windows(lesson.texts, range(4), lesson.gathered)
+    assert len(windows.lengths.unique()) > 1, "answers of windows of different lengths"
     answers = reader.answer(windows, slots=slots, plastic=reading.plastic)
     for row, answer in enumerate(answers):
         ids = windows.tokens[row, : windows.lengths[row]].tolist()
@@ -175,6 +176,28 @@ def test_answers_come_token_by_token_as_from_whole_windows(
                 break
             mine.append(token)
         assert answer == mine
+
+
+@pytest.mark.parametrize("parts", [["plastic", "slots", "episodic"], ["state", "episodic"]])
+def test_answers_that_end_leave_those_that_go_on(parts: list[MemoryPart], lesson: Lesson) -> None:
+    config = small_config()
+    assert config.stage_b is not None, "a reasoning variant has this section"
+    memory = config.stage_b.memory.model_copy(update={"parts": parts})
+    stage_b = config.stage_b.model_copy(update={"memory": memory})
+    reader = small_reader(config.model_copy(update={"stage_b": stage_b}))
+    reading = reader.read(lesson.texts)
+    rows = torch.tensor([2, 0, 3, 1, 0])
+    chosen = lesson.summarised[rows]
+    slots = reader.summarise(reading, rows, chosen)
+    plastic = reader.recalled(reading, rows, chosen)
+    windows = reader.windows(lesson.texts, rows.tolist(), [lesson.gathered[row] for row in rows])
+    whole = reader.answer(windows, slots=slots, plastic=plastic)
+    assert {len(answer) for answer in whole} == {ANSWER_TOKENS}
+    for stop in {answer[2] for answer in whole}:
+        reader.marks = reader.marks._replace(stop=stop)
+        ends = [answer.index(stop) if stop in answer else None for answer in whole]
+        cut = [answer[:end] for answer, end in zip(whole, ends, strict=True)]
+        assert reader.answer(windows, slots=slots, plastic=plastic) == cut
 
 
 def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
