@@ -304,7 +304,8 @@ class _Model:
             work = Work(tokens * flops + scored * cost.flops_above, moved, calls * kernels.forward)
             return seconds_of(work, self._cluster, cost.peak)
 
-        read = training.texts_per_lesson * segments * self._read
+        texts = training.texts_per_lesson
+        read = texts * segments * self._read
         beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
         width = segment_tokens(self._window, training.segment_tokens) + 1
         top_k = self._stage_b.memory.top_k
@@ -316,6 +317,8 @@ class _Model:
             forward(read, segments / self._segments_of_pass)
             + forward(episodes * sum(looked), len(looked))
         )
+        if training.question == "first":  # the question alone, for how near segments are to it
+            lesson += forward(texts * beside, 1)
         # Windows are read again for their answers, which are then decoded together. Each call reads
         # the weights, of nearly all experts, one stage after the other.
         calls = episodes + training.answer_tokens - 1

@@ -254,6 +254,16 @@ class MemoryReader(nn.Module):
         return pooled, self.retrieval.query(pooled)
 
     @torch.no_grad()
+    def nearness(self, reading: Reading) -> Tensor:
+        """Cosine of each segment's key with the query of the question alone, [N, L]."""
+        rows = range(len(reading.texts.questions))
+        windows = self.windows(reading.texts, rows, [()] * len(rows))
+        # without slots and fast weights, which would tell of what is not read yet
+        output, _ = self.look(windows.tokens, slots=None, plastic=None)
+        _, query = self.question_state(windows, output.hidden)
+        return (reading.keys @ query.unsqueeze(2)).squeeze(2)
+
+    @torch.no_grad()
     def answer(
         self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
     ) -> list[list[int]]:

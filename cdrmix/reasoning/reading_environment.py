@@ -115,6 +115,8 @@ class ReadingEpisodes:
         self.texts = reading.texts.behind(
             [entry.tokens for entry in entries], earlier.words if earlier else ()
         )
+        # where questions are read first, an agent sees how near a segment is to its question
+        self._nearness = reader.nearness(reading) if reader.asks_first else None
         self._words_share = reader.config.memory.words_share if words else 0.0
         self._words: dict[int, SharedWords] = {}  # of each text that was asked of
         # of each text and segments in its window, the overlap of every segment
@@ -158,7 +160,11 @@ class ReadingEpisodes:
         hidden = torch.where(at_question.unsqueeze(1), state.seen, segment)
         used = state.operations / self.config.step_budget
         fetched = (state.buffer >= 0).float().mean(1)
-        numbers = [used, at_question.float(), fetched, state.score, state.filled]
+        score = state.score
+        if self._nearness is not None:
+            nearness = self._nearness[state.rows, self._place(state)]
+            score = torch.where(at_question, score, nearness.to(score.dtype))
+        numbers = [used, at_question.float(), fetched, score, state.filled]
         last = F.one_hot(state.last + 1, NUM_ACTIONS + 1)[:, 1:]
         features = torch.cat([torch.stack(numbers, dim=1), last], dim=1)
         legal = at_question.new_ones(len(at_question), NUM_ACTIONS)

@@ -65,6 +65,23 @@ def registers_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def haystack_rows(result: dict[str, Any]) -> list[str]:
+    """Needles among needles by place of the question and seed."""
+    rows = [
+        "Eight operations at eight windows. Demanded are .90 where the question is read first, and "
+        "at most .05 above chance where it comes last.",
+        "",
+        "| question | seed | found | kept at most | CPU s |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(result["learned"], key=lambda each: each["question"]):
+        rows.append(
+            f"| {row['question']} | {row['seed']} | {_share(row['found'])} "
+            f"| {_share(row['by chance'])} | {row['seconds']:.0f} |"
+        )
+    return rows
+
+
 def retrieval_rows(result: dict[str, Any]) -> list[str]:
     """Episodic retrieval by seed, and latency by size."""
     rows = [

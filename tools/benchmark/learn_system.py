@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.reasoning import ReasoningTask
+from cdrmix.config.reasoning import ReasoningTask, StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.models.backbone import Backbone
@@ -60,8 +61,13 @@ class Fetching(ReadingEpisodes):
         return earned
 
 
-def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
-    """Two dense blocks of width 64 over a tokenizer of task texts."""
+def small_reader(
+    seed: int, *, training: Mapping[str, Any] | None = None, policy: Mapping[str, Any] | None = None
+) -> tuple[MemoryReader, Lessons, Config]:
+    """Two dense blocks of width 64 over a tokenizer of task texts.
+
+    `training` and `policy` replace values of these sections of `stage_b`.
+    """
     overrides = {
         "model.hidden_size": 64,
         "model.num_layers": 2,
@@ -79,17 +85,25 @@ def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
         shipped("model_configs") / "cdrmix-reason-tiny.yaml",
         [f"{path}={value}" for path, value in overrides.items()],
     )
-    training = phases.stage_b_section(config).training.model_copy(
-        update={"tasks": TASKS[:1], "length_ratios": (1, 2), "backbone_lr_scale": 1.0}
-    )
-    stage_b = phases.stage_b_section(config).model_copy(update={"training": training})
+    stage_b = phases.stage_b_section(config)
+    usual = {"tasks": TASKS[:1], "length_ratios": (1, 2), "backbone_lr_scale": 1.0}
+    changed = {
+        "training": stage_b.training.model_copy(update={**usual, **(training or {})}),
+        "policy": stage_b.policy.model_copy(update=policy or {}),
+    }
+    stage_b = stage_b.model_copy(update=changed)
     config = config.model_copy(update={"stage_b": stage_b})
-    lessons = Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
+    lessons = lessons_of(stage_b.training, seed)
     backbone = Backbone(config.model)
     backbone.initialize(seed=seed)
     reader = MemoryReader(backbone, stage_b, window_tokens=SMALL_WINDOW, marks=lessons.marks)
     reader.initialize(seed=seed)
     return reader, lessons, config
+
+
+def lessons_of(training: StageBTraining, seed: int) -> Lessons:
+    """Lessons in windows of 64 tokens, without drills."""
+    return Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
 
 
 def small_tokenizer() -> Tokenizer:

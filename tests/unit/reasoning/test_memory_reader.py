@@ -10,6 +10,8 @@ from cdrmix.errors import DataError
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
@@ -264,3 +266,29 @@ def test_a_question_that_is_read_first_changes_keys_and_is_not_stored() -> None:
             torch.testing.assert_close(mine, getattr(theirs[layer], name), atol=1e-5, rtol=0)
     with pytest.raises(DataError, match=r"takes 42 tokens with its marks, .* at most 32"):
         reader.read(asking([text], [ids(40)]))
+
+
+@torch.no_grad()
+def test_an_agent_that_knows_the_question_sees_how_near_a_segment_is_to_it() -> None:
+    score = 3  # place of the feature
+    segments = [[[20, 21, 22], [30, 31], [32, 33, 34]], [[40, 41], [42, 43]]]
+    texts = asking(segments, [[50, 51], [52]])
+    first, last = small_reader(small_config(question="first")), small_reader(small_config())
+    reading = first.read(texts)
+    episodes = ReadingEpisodes(first, reading, lambda *_: 0.0)
+    state = episodes.start()
+    near = first.nearness(reading)
+    assert near.shape == (2, 3) and near.abs().max() <= 1 + 1e-6
+    windows = first.windows(texts, range(2), [(), ()])
+    hidden = first.backbone(windows.tokens).hidden
+    _, query = first.question_state(windows, hidden)
+    torch.testing.assert_close(near[1, 2], reading.keys[1, 2] @ query[1])
+    passes = torch.full((2,), int(Action.SPLICE_WINDOW))
+    for places in ([0, 1], [1, 2]):  # the shorter text begins one place later
+        seen = episodes.observe(state).features[:, score]
+        torch.testing.assert_close(seen, near[[0, 1], places])
+        state = episodes.step(state, passes).state
+    # at the question it is of what was fetched
+    assert episodes.observe(state).features[1, score] == 0
+    asked_last = ReadingEpisodes(last, last.read(texts), lambda *_: 0.0)
+    assert not asked_last.observe(asked_last.start()).features[:, score].any()
