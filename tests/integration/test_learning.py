@@ -14,6 +14,7 @@ from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.stage_b.long_context import TrainedReader
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader
 from tools.benchmark import learn_binding as binding
+from tools.benchmark import learn_haystack as haystack
 from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
 from tools.benchmark import learn_retrieval as retrieval
@@ -40,6 +41,12 @@ def test_registers_are_tracked_beyond_the_window() -> None:
     # by chance 1 in 8
     assert found["window alone"] <= 0.20
     assert found["slots of another"] <= 0.20
+
+
+def test_a_question_that_is_read_first_tells_which_of_many_needles_to_keep() -> None:
+    found = haystack.learn(0, "first", steps=80, iterations=24, policy_rate=3e-2, num_lessons=2)
+    assert found["by chance"] <= 0.25
+    assert found["found"] >= 0.60
 
 
 def test_trained_keys_are_found_among_distractors_and_raw_ones_are_not() -> None:

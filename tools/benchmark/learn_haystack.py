@@ -17,6 +17,7 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import roll_out
 from tools.benchmark.learn_system import (
+    POLICY_RATE,
     Fetching,
     lessons_of,
     small_reader,
@@ -35,7 +36,15 @@ ITERATIONS = 100
 NUM_LESSONS = 8  # of 16 texts
 
 
-def learn(seed: int, question: Question, *, steps: int, iterations: int) -> dict[str, Any]:
+def learn(
+    seed: int,
+    question: Question,
+    *,
+    steps: int = JOINT_STEPS,
+    iterations: int = ITERATIONS,
+    policy_rate: float = POLICY_RATE,
+    num_lessons: int = NUM_LESSONS,
+) -> dict[str, Any]:
     """Share of texts of eight windows whose needle is found, and that of segments kept at most."""
     began = time.process_time()
     reader, lessons, config = small_reader(
@@ -44,17 +53,17 @@ def learn(seed: int, question: Question, *, steps: int, iterations: int) -> dict
         policy={"step_budget": BUDGET},
     )
     train_joint(reader, lessons, config, steps=steps)
-    train_policy(reader, lessons, config, iterations=iterations)
+    train_policy(reader, lessons, config, iterations=iterations, rate=policy_rate)
     training = lessons.training.model_copy(update={"length_ratios": (RATIO,)})
-    found = _found(reader, lessons_of(training, seed))
+    found = _found(reader, lessons_of(training, seed), num_lessons)
     return {"question": question, "seed": seed, **found, "seconds": time.process_time() - began}
 
 
 @torch.no_grad()
-def _found(reader: MemoryReader, lessons: Lessons) -> dict[str, float]:
+def _found(reader: MemoryReader, lessons: Lessons, count: int) -> dict[str, float]:
     """Greedy episodes on unseen texts."""
     found, kept = [], []
-    for number in range(NUM_LESSONS):
+    for number in range(count):
         lesson = lessons.lesson("policy", 10_000 + number)
         episodes = Fetching(reader, lesson)
         final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
@@ -67,11 +76,7 @@ def _found(reader: MemoryReader, lessons: Lessons) -> dict[str, float]:
 def measure(rounds: int) -> dict[str, Any]:
     """Both places of the question, for so many seeds."""
     questions: tuple[Question, ...] = ("first", "last")
-    learned = [
-        learn(seed, question, steps=JOINT_STEPS, iterations=ITERATIONS)
-        for seed in range(rounds)
-        for question in questions
-    ]
+    learned = [learn(seed, question) for seed in range(rounds) for question in questions]
     return {"rounds": rounds, "learned": learned}
 
 

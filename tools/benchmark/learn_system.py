@@ -158,11 +158,16 @@ def train_joint(reader: MemoryReader, lessons: Lessons, config: Config, *, steps
 
 
 def train_policy(
-    reader: MemoryReader, lessons: Lessons, config: Config, *, iterations: int
+    reader: MemoryReader,
+    lessons: Lessons,
+    config: Config,
+    *,
+    iterations: int,
+    rate: float = POLICY_RATE,
 ) -> None:
     """The policy's phase on episodes of fetching, on one process."""
     stage_b = phases.stage_b_section(config)
-    optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=POLICY_RATE, weight_decay=0)
+    optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=rate, weight_decay=0)
     for number in range(iterations):
         lesson = lessons.lesson("policy", number)
         episodes = Fetching(reader, lesson)
