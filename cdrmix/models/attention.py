@@ -35,7 +35,7 @@ class AttentionState:
 def below_each_other(states: Sequence[AttentionState], *, room: int) -> AttentionState:
     """Puts the rows of states of equally long rows each, one length or several, into one state.
 
-    Every row has room for `room` tokens more than the longest has, so that none is copied for them.
+    Every row has room for `room` tokens more than the longest has, so that it need not grow.
     """
     numbers = [state.keys.shape[2] for state in states]
     longest = max(numbers) + room
@@ -110,6 +110,7 @@ def attend(
     """
     if state is not None and segment_ids is not None:
         raise ValueError("segment_ids cannot be combined with a carried attention state")
+    assert state is None or state.lengths is None, "rows of different lengths: `attend_some`"
     past = state.keys.shape[2] if state else 0
     length = query.shape[1]
     cos, sin = _angles(past, query, theta)
@@ -203,7 +204,8 @@ def _appended(
     row = torch.arange(rows, device=places.device).unsqueeze(1)
     joined = []
     for past, new in ((state.keys, keys), (state.values, values)):
-        longer = F.pad(past, (0, 0, 0, missing)).transpose(1, 2)
+        longer = F.pad(past, (0, 0, 0, missing)) if missing else past
+        longer = longer.transpose(1, 2)
         joined.append(longer.index_put((row, places), new.transpose(1, 2)).transpose(1, 2))
     after = AttentionState(joined[0], joined[1], state.lengths + length)
     return after, places

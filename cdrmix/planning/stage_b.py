@@ -286,8 +286,8 @@ class _Model:
         """Most time that a step of the policy's phase takes once texts of all lengths are in it.
 
         A text is read once for its episodes, forward. Each of them looks at its window when it is
-        asked and after each retrieval, and only windows of one length are read together for their
-        answers: no two may have the same. What the heads compute is small beside that.
+        asked and after each retrieval. Only windows of one length are read together for their
+        answers; at most, each has a length of its own. What the heads compute is small beside that.
         """
         training, policy = self._stage_b.training, self._stage_b.policy
         cost = CostModel(self._memory, self._cluster)

@@ -24,7 +24,8 @@ from cdrmix.config.reasoning import MemoryPart, StageBConfig
 from cdrmix.models.attention import AttentionState, below_each_other
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import BlockState
-from cdrmix.models.state_rows import joined, select
+from cdrmix.models.state_rows import joined, map_tensors, part, select
+from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.stage_b import question_head, segment_tokens, segments_of_pass
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
@@ -32,8 +33,11 @@ from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Asked, Marks, Texts, ask_first, fitting, window_tokens
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
-# budget used, question asked, buffer filled, its best score, window filled, last action
+# budget used, question asked, buffer filled, its best score (of a segment, how near it is to a
+# question that is read first), window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
+# Answers are decoded together from as many full windows at most.
+_WINDOWS_TOGETHER = 32
 # A tenth of the gain of adapters that learn beside an untrained backbone: a trained one is hardly
 # disturbed before the adapters have learned what is worth storing.
 _INITIAL_GAIN = 1.0
@@ -86,6 +90,10 @@ class MemoryReader(nn.Module):
         self.segment_tokens = segment_tokens(window_tokens, training.segment_tokens)
         self.answer_tokens = training.answer_tokens
         self.asks_first = training.question == "first"
+        self._joins_lengths = all(
+            kind == "transformer" or layer_type(backbone.config, layer).carries_state
+            for layer, kind in enumerate(backbone.config.layer_kinds())
+        )
 
     @property
     def backbone(self) -> Backbone:
@@ -105,8 +113,8 @@ class MemoryReader(nn.Module):
     def initialize(self, *, seed: int) -> None:
         """Sets the initial values of all parts but the backbone from the seed."""
         self.plastic.initialize(seed=seed, gain=_INITIAL_GAIN)
-        for part in (self.memory, self.retrieval, self.policy):
-            part.initialize(seed=seed)
+        for module in (self.memory, self.retrieval, self.policy):
+            module.initialize(seed=seed)
 
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
@@ -122,8 +130,8 @@ class MemoryReader(nn.Module):
         hidden = []
         correlations = []
         for first in range(0, texts.tokens.shape[1], step):
-            part = slice(first, first + step)
-            tokens = inputs[:, part].flatten(1)
+            taken = slice(first, first + step)
+            tokens = inputs[:, taken].flatten(1)
             places = torch.arange(tokens.shape[1], device=tokens.device)
             segments = (places // width).expand_as(tokens)
             if state is None:
@@ -134,7 +142,7 @@ class MemoryReader(nn.Module):
                 tokens,
                 state=state,
                 segment_ids=segments,
-                mask=input_mask[:, part].flatten(1),
+                mask=input_mask[:, taken].flatten(1),
                 with_correlation=with_correlation,
             )
             state = read.state
@@ -268,61 +276,86 @@ class MemoryReader(nn.Module):
         self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
     ) -> list[list[int]]:
         """Decodes greedy answers, without the stop; slots and fast weights as in `look`."""
-        first, blocks = self._read_windows(windows, slots=slots, plastic=plastic)
-        state = dataclasses.replace(plastic or EpisodeState({}, 0), blocks=blocks)
         answers: list[list[int]] = [[] for _ in windows.lengths]
-        rows = torch.arange(len(first), device=first.device)  # windows whose answer goes on
-        next_tokens = first
-        for place in range(self.answer_tokens):
-            goes_on = next_tokens != self.marks.stop
-            if not bool(goes_on.all()):
-                kept = torch.nonzero(goes_on).flatten()
-                rows, next_tokens = rows[kept], next_tokens[kept]
-                slots, state = select(slots, kept), select(state, kept)
-            for row, token in zip(rows.tolist(), next_tokens.tolist(), strict=True):
-                answers[row].append(token)
-            if len(rows) == 0 or place == self.answer_tokens - 1:
-                break
-            tokens = next_tokens.unsqueeze(1)
-            output, state = self.look(tokens, slots=slots, plastic=state, return_blocks=True)
-            next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
+        for batch in self._decoded_together(windows.lengths):
+            rows = batch  # whose answers go on
+            own_slots, own = select(slots, rows), select(plastic, rows)
+            tokens, lengths = windows.tokens[rows], windows.lengths[rows]
+            next_tokens, blocks = self._read_windows(tokens, lengths, slots=own_slots, plastic=own)
+            state = dataclasses.replace(own or EpisodeState({}, 0), blocks=blocks)
+            for place in range(self.answer_tokens):
+                goes_on = next_tokens != self.marks.stop
+                if not bool(goes_on.all()):
+                    kept = torch.nonzero(goes_on).flatten()
+                    rows, next_tokens = rows[kept], next_tokens[kept]
+                    own_slots, state = select(own_slots, kept), select(state, kept)
+                for row, token in zip(rows.tolist(), next_tokens.tolist(), strict=True):
+                    answers[row].append(token)
+                if len(rows) == 0 or place == self.answer_tokens - 1:
+                    break
+                output, state = self.look(
+                    next_tokens.unsqueeze(1), slots=own_slots, plastic=state, return_blocks=True
+                )
+                next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
         return answers
 
+    def _decoded_together(self, lengths: Tensor) -> list[Tensor]:
+        """Places of windows of lengths [n] whose answers are decoded together, the shortest first.
+
+        As many as `_WINDOWS_TOGETHER` full windows hold, which bounds their caches; of one length
+        where a block keeps more of a row than a state of a fixed size or the keys of attention.
+        """
+        most = _WINDOWS_TOGETHER * self.window_tokens
+        batches: list[list[int]] = []
+        longest = 0
+        for place in lengths.argsort(stable=True).tolist():
+            length = int(lengths[place])
+            has_room = bool(batches) and (len(batches[-1]) + 1) * length <= most
+            if has_room and (self._joins_lengths or length == longest):
+                batches[-1].append(place)
+            else:
+                batches.append([place])
+            longest = length
+        return [torch.tensor(batch, device=lengths.device) for batch in batches]
+
     def _read_windows(
-        self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
+        self, tokens: Tensor, lengths: Tensor, *, slots: Tensor | None, plastic: EpisodeState | None
     ) -> tuple[Tensor, list[BlockState]]:
-        """Reads windows for their answers.
+        """Reads windows, [n, T], of rising lengths, [n], for their answers.
 
         Gives the first token of each answer, [n], and the state behind each window, from which all
         rows go on together. Windows of one length are read together, so that no state holds
         padding.
         """
-        order = []
         first = []
         states = []
-        for length in windows.lengths.unique().tolist():
-            group = torch.nonzero(windows.lengths == length).flatten()
+        begin = 0
+        sizes, counts = lengths.unique_consecutive(return_counts=True)
+        for length, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+            group = slice(begin, begin + count)
+            begin += count
             output, after = self.look(
-                windows.tokens[group, :length],
-                slots=select(slots, group),
-                plastic=select(plastic, group),
+                tokens[group, :length],
+                slots=part(slots, group),
+                plastic=part(plastic, group),
                 return_blocks=True,
             )
             assert after.blocks is not None, "asked for"
-            order.append(group)
             first.append(self.backbone.logits(output.hidden[:, -1]).argmax(-1))
-            states.append(after.blocks)
+            # apart from the hidden states of the whole window, of which some of it are views
+            states.append(map_tensors(after.blocks, torch.clone))
         blocks = [self._below_each_other(parts) for parts in zip(*states, strict=True)]
-        back = torch.cat(order).argsort()
-        return torch.cat(first)[back], select(blocks, back)
+        return torch.cat(first), blocks
 
     def _below_each_other(self, parts: Sequence[BlockState]) -> BlockState:
         """Puts the states of a block behind windows of different lengths into one."""
-        mixers = [part.mixer for part in parts]
-        if not isinstance(mixers[0], AttentionState):
+        mixers = [each.mixer for each in parts]
+        if len(parts) == 1 or not isinstance(mixers[0], AttentionState):
             return joined(parts)
+        # room for all answers at once: stages of a pipeline cut the rows, and put pieces of equal
+        # width together again
         mixer = below_each_other(mixers, room=self.answer_tokens)
-        return joined([part._replace(mixer=None) for part in parts])._replace(mixer=mixer)
+        return joined([each._replace(mixer=None) for each in parts])._replace(mixer=mixer)
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:

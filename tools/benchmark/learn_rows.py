@@ -77,7 +77,7 @@ def haystack_rows(result: dict[str, Any]) -> list[str]:
     for row in sorted(result["learned"], key=lambda each: each["question"]):
         rows.append(
             f"| {row['question']} | {row['seed']} | {_share(row['found'])} "
-            f"| {_share(row['by chance'])} | {row['seconds']:.0f} |"
+            f"| {_share(row['kept at most'])} | {row['seconds']:.0f} |"
         )
     return rows
 

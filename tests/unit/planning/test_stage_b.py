@@ -176,12 +176,14 @@ def test_a_step_of_the_policy_is_timed_by_its_episodes() -> None:
         return layout_of_1b(*overrides).policy_step_seconds
 
     usual = step()
-    # what a text takes alone is its reading; that a window is read, a call of its own, comes next
+    # texts are read once for all episodes; the window of each is read in a call of its own
     assert 1.3 * usual < step("stage_b.training.group_size=32") < 1.8 * usual
     # an answer's tokens come one by one, those of all episodes together: next to nothing
     longer = step("stage_b.training.answer_tokens=28")
     assert 1.02 * usual < longer < 1.1 * usual
     assert step("stage_b.policy.retrieval_rounds=1") < usual
+    # behind its question a segment of 64 tokens is as much again, and the question is read alone
+    assert 1.2 * usual < step("stage_b.training.question=first") < 1.6 * usual
     assert step("stage_b.training.length_ratios=[8]") > usual
     # stages of a pipeline share out reading, and take turns at a token
     assert step("stage_b.pipeline=8") > 4 * usual

@@ -8,6 +8,7 @@ import torch
 from cdrmix.config.reasoning import ANSWER_TOKENS, MemoryPart
 from cdrmix.errors import DataError
 from cdrmix.models.state_rows import select
+from cdrmix.reasoning import memory_reader
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
@@ -181,12 +182,18 @@ def test_answers_come_token_by_token_as_from_whole_windows(
 
 
 @pytest.mark.parametrize("parts", [["plastic", "slots", "episodic"], ["state", "episodic"]])
-def test_answers_that_end_leave_those_that_go_on(parts: list[MemoryPart], lesson: Lesson) -> None:
+def test_answers_that_end_leave_those_that_go_on(
+    parts: list[MemoryPart], lesson: Lesson, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_config()
     assert config.stage_b is not None, "a reasoning variant has this section"
     memory = config.stage_b.memory.model_copy(update={"parts": parts})
     stage_b = config.stage_b.model_copy(update={"memory": memory})
     reader = small_reader(config.model_copy(update={"stage_b": stage_b}))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reader.backbone.parameters():
+        # outputs of fresh blocks are zero, so that all windows would be answered alike
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     reading = reader.read(lesson.texts)
     rows = torch.tensor([2, 0, 3, 1, 0])
     chosen = lesson.summarised[rows]
@@ -195,11 +202,23 @@ def test_answers_that_end_leave_those_that_go_on(parts: list[MemoryPart], lesson
     windows = reader.windows(lesson.texts, rows.tolist(), [lesson.gathered[row] for row in rows])
     whole = reader.answer(windows, slots=slots, plastic=plastic)
     assert {len(answer) for answer in whole} == {ANSWER_TOKENS}
-    for stop in {answer[2] for answer in whole}:
+    # few at a time, and of one length as where a block's state cannot be joined with another's
+    for together, joins in ((1, True), (32, False)):
+        monkeypatch.setattr(memory_reader, "_WINDOWS_TOGETHER", together)
+        monkeypatch.setattr(reader, "_joins_lengths", joins)
+        batches = reader._decoded_together(windows.lengths)
+        assert sorted(torch.cat(batches).tolist()) == list(range(5)) and len(batches) > 1
+        assert joins or all(len(windows.lengths[batch].unique()) == 1 for batch in batches)
+        assert reader.answer(windows, slots=slots, plastic=plastic) == whole
+    monkeypatch.undo()
+    is_uneven = False
+    for stop in {id for answer in whole for id in answer}:
         reader.marks = reader.marks._replace(stop=stop)
         ends = [answer.index(stop) if stop in answer else None for answer in whole]
+        is_uneven |= len(set(ends)) > 1
         cut = [answer[:end] for answer, end in zip(whole, ends, strict=True)]
         assert reader.answer(windows, slots=slots, plastic=plastic) == cut
+    assert is_uneven, "some went on behind others"
 
 
 def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
