@@ -306,10 +306,11 @@ class MemoryReader(nn.Module):
         where a block keeps more of a row than a state of a fixed size or the keys of attention.
         """
         most = _WINDOWS_TOGETHER * self.window_tokens
+        sizes = lengths.tolist()
         batches: list[list[int]] = []
         longest = 0
-        for place in lengths.argsort(stable=True).tolist():
-            length = int(lengths[place])
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+            length = sizes[place]
             has_room = bool(batches) and (len(batches[-1]) + 1) * length <= most
             if has_room and (self._joins_lengths or length == longest):
                 batches[-1].append(place)
