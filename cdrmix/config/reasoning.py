@@ -152,7 +152,7 @@ class MemoryConfig(Section):
     """Width shared by the 8 summary slots (features)."""
     kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
     top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
-    words_share: float = Field(0.3, ge=0, le=1)
+    words_share: float = Field(0.5, ge=0, le=1)
     """Part of the words that a segment shares with question and window in what a retrieval goes by,
     beside the cosine of its key (ratio); 0: keys alone."""
     max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")

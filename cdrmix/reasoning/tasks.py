@@ -26,7 +26,7 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 # Of the texts that a task and its number lead to: runs that began with another are told.
-TEXT_VERSION = 3
+TEXT_VERSION = 4
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they
@@ -88,19 +88,42 @@ _TRAINED_FILLERS = tuple(
     )
 )
 
+# Dozens: with three forms an agent takes no other sentence for a statement of a code. In held-out
+# wording it then wrote .77 of them down, in one of three seeds (docs/reasoning.md).
+_TRAINED_NEEDLES = tuple(
+    " ".join(parts) + "."
+    for parts in (
+        *itertools.product(
+            ("The code of {word}", "The code at {word}", "{word}: its code", "The {word} code"),
+            ("is {digits}", "was {digits}", "must be {digits}", "is now {digits}"),
+        ),
+        *itertools.product(
+            ("{word}",),
+            ("has", "got", "took", "keeps", "needs", "uses", "found", "lost"),
+            ("the code {digits}", "code {digits}"),
+        ),
+        *itertools.product(
+            ("Code {digits}", "The code {digits}"),
+            ("was given to", "went to", "is that of", "opens", "is on"),
+            ("{word}",),
+        ),
+    )
+)
+
 TRAINED = Wording(
     has_held_out_names=False,
-    needles=(
-        "The code of {word} is {digits}.",
-        "{word} has the code {digits}.",
-        "Code {digits} was given to {word}.",
-    ),
+    needles=_TRAINED_NEEDLES,
     ask_needles=(
         ("What is the code of {words}?", "What are the codes of {words}?"),
         ("Which code has {words}?", "Which codes have {words}?"),
         ("Tell the code of {words}.", "Tell the codes of {words}."),
         ("What code was given to {words}?", "What codes were given to {words}?"),
         ("Say which code {words} has.", "Say which codes {words} have."),
+        ("What code does {words} have?", "What codes do {words} have?"),
+        ("Name the code of {words}.", "Name the codes of {words}."),
+        ("Which code belongs to {words}?", "Which codes belong to {words}?"),
+        ("{words} has which code?", "{words} have which codes?"),
+        ("Find out what code {words} got.", "Find out what codes {words} got."),
     ),
     # Short, so that two hops fit a window of 64 tokens, and several: readers that learn from three
     # forms follow no other.

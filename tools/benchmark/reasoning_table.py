@@ -49,7 +49,8 @@ LONG_RATIOS = (16, 32)
 NUM_EVALUATED = 128
 NUM_LONG = 64
 TEXT_SEED = 1
-# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT`.
+# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT`. Training
+# has got more forms of needles since, of which none was tried against this one.
 SECOND = HELD_OUT._replace(
     needles=("For {word} the code reads {digits}.",),
     ask_needles=(("Give the code for {words}.", "Give the codes for {words}."),),
