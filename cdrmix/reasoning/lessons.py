@@ -108,6 +108,7 @@ class Lessons:
     # of the answers that are asked for without their evidence in the window
     hidden_evidence_share: float = 0.0
     top_k: int = 1  # segments of a retrieval
+    wording: Wording = TRAINED  # of texts that are made
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -245,9 +246,16 @@ class Lessons:
         return self.example(task, f"{self.seed}/{use}", number, shortest + _LONGER_BY)
 
     def example(
-        self, task: str, seed: str, number: int, length_ratio: int, *, wording: Wording = TRAINED
+        self,
+        task: str,
+        seed: str,
+        number: int,
+        length_ratio: int,
+        *,
+        wording: Wording | None = None,
     ) -> Example:
-        """Makes example `number` of a task at a length in windows of this tokenizer."""
+        """Makes example `number` of a task at a length in windows of this tokenizer; `wording` is
+        that of the lessons unless given."""
         if task == RECALL:
             return self._recall(seed, number, length_ratio)
         return self._generated(task, seed, number, length_ratio, self.window_tokens, wording)
@@ -267,7 +275,7 @@ class Lessons:
         number: int,
         length_ratio: int,
         window_tokens: int,
-        wording: Wording = TRAINED,
+        wording: Wording | None = None,
     ) -> Example:
         return generate_examples(
             task,
@@ -276,7 +284,7 @@ class Lessons:
             length_ratio=length_ratio,
             window_tokens=window_tokens,
             count_tokens=lambda text: len(self.tokenizer.encode(text)),
-            wording=wording,
+            wording=wording or self.wording,
         )
 
     def _recall(self, seed: str, number: int, length_ratio: int) -> Example:

