@@ -355,12 +355,16 @@ class Lessons:
         """Makes windows of evidence and strays with a question, and their answers.
 
         They are read without any memory, so an example whose evidence does not all fit, or is the
-        whole text, is left out: its answer would not follow from its window.
+        whole text, is left out: its answer would not follow from its window. So is one that is made
+        up and whose answer has no room.
         """
         count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
             example = self._example("drill", number * count + place)
+            answer = self._answer(example)
+            if is_made_up(example) and len(self.tokenizer.encode(target(example))) >= len(answer):
+                continue
             segments, evidence = self._task(example, rng, whole=False)
             if evidence or is_made_up(example):
                 *_, gathered = self._windows(range(len(segments)), evidence, rng)
@@ -373,5 +377,5 @@ class Lessons:
                 continue
             held = [segments[each] for each in sorted(places)]
             window = window_tokens(held, question, self.marks)
-            drills.append((window, self._answer(example)))
+            drills.append((window, answer))
         return tuple(drills)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cdrmix.config.reasoning import ANSWER_TOKENS, StageBTraining
+from cdrmix.config.reasoning import StageBTraining
 from cdrmix.planning.stage_b import DRILLS_PER_TASK
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.tasks import KINDS, TRAINED
@@ -101,13 +101,7 @@ SOLVERS: dict[str, Callable[[str, str], set[str]]] = {
 
 
 def lessons(task: str, window_tokens: int, *, drills: bool = False) -> Lessons:
-    # an answer of three codes may take more than the usual tokens, which are cut
-    room = ANSWER_TOKENS if window_tokens == 64 else 24
-    training = StageBTraining(
-        tasks=(task,),  # type: ignore[arg-type]
-        texts_per_lesson=NUM_TEXTS,
-        answer_tokens=room,
-    )
+    training = StageBTraining(tasks=(task,), texts_per_lesson=NUM_TEXTS)  # type: ignore[arg-type]
     return Lessons(training, 0, window_tokens, tokenizer(), drills=drills)
 
 
