@@ -50,7 +50,7 @@ NUM_EVALUATED = 128
 NUM_LONG = 64
 TEXT_SEED = 1
 # Made after the forms of training were chosen, which was done with an eye on `HELD_OUT`. Training
-# has got more forms of needles since, of which none was tried against this one.
+# has got more forms of needles since, of which none was chosen by this one.
 SECOND = HELD_OUT._replace(
     needles=("For {word} the code reads {digits}.",),
     ask_needles=(("Give the code for {words}.", "Give the codes for {words}."),),
