@@ -78,7 +78,13 @@ class PolicyConfig(Section):
 
     max_branches: int = Field(ge=1)
     """Actions of a decision that --branches tries in parallel (count)."""
-    step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
+    step_budget: int = Field(ge=2)
+    """Memory operations per prompt, of which the last is kept for the question (count)."""
+    # Where the budget holds every text of training whole, an agent learns to write as much as it
+    # likes, and has none left in longer ones.
+    smallest_budget: float = Field(0.125, gt=0, le=1)
+    """Smallest budget of a text in training, as a share of step_budget; each text has its own,
+    drawn evenly by its logarithm (ratio); 1: all have step_budget."""
     # The advantage of the right action is near zero, so that at 0 the error of the value head
     # decides; agents that succeed by themselves do so by branches from -0.05 on.
     accept_threshold: float = 0.0

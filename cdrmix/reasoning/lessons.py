@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cdrmix.config.reasoning import Phase, StageBTraining
+from cdrmix.config.reasoning import SEGMENTS_PER_WINDOW, Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
 from cdrmix.planning.stage_b import (
@@ -262,11 +261,15 @@ class Lessons:
 
     def _shortest_example(self, task: str, seed: str, number: int) -> Example:
         """Makes an example of as few segments as hold its statements, none of which may go."""
-        for count in itertools.count(TRAINED_SEGMENTS):
-            # Lengths in segments: a text of several windows would end with one of fillers.
+        # Lengths in segments: a text of several windows would end with one of fillers. Each length
+        # is another text, so that one whose answer has no room gives way to the next.
+        most = _LONGER_BY * SEGMENTS_PER_WINDOW
+        for count in range(TRAINED_SEGMENTS, most):
             with contextlib.suppress(DataError):
-                return self._generated(task, seed, number, 1, count * self._segment_tokens)
-        raise AssertionError("a text grows until its statements fit")
+                return self._generated(
+                    task, f"{seed}/{count}", number, 1, count * self._segment_tokens
+                )
+        return self._generated(task, seed, number, 1, most * self._segment_tokens)
 
     def _generated(
         self,
@@ -277,7 +280,7 @@ class Lessons:
         window_tokens: int,
         wording: Wording | None = None,
     ) -> Example:
-        return generate_examples(
+        example = generate_examples(
             task,
             number=number,
             seed=seed,
@@ -286,6 +289,14 @@ class Lessons:
             count_tokens=lambda text: len(self.tokenizer.encode(text)),
             wording=wording or self.wording,
         )
+        # A part of an answer is a wrong one.
+        needed = len(self.tokenizer.encode(target(example))) + 1
+        if needed > self.training.answer_tokens:
+            raise DataError(
+                f"{task}: an answer takes {needed} tokens with its stop, and "
+                f"stage_b.training.answer_tokens has room for {self.training.answer_tokens}"
+            )
+        return example
 
     def _recall(self, seed: str, number: int, length_ratio: int) -> Example:
         """Makes an example of `recall`, for the evaluation from text that is held out."""
@@ -355,16 +366,12 @@ class Lessons:
         """Makes windows of evidence and strays with a question, and their answers.
 
         They are read without any memory, so an example whose evidence does not all fit, or is the
-        whole text, is left out: its answer would not follow from its window. So is one that is made
-        up and whose answer has no room.
+        whole text, is left out: its answer would not follow from its window.
         """
         count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
             example = self._example("drill", number * count + place)
-            answer = self._answer(example)
-            if is_made_up(example) and len(self.tokenizer.encode(target(example))) >= len(answer):
-                continue
             segments, evidence = self._task(example, rng, whole=False)
             if evidence or is_made_up(example):
                 *_, gathered = self._windows(range(len(segments)), evidence, rng)
@@ -377,5 +384,5 @@ class Lessons:
                 continue
             held = [segments[each] for each in sorted(places)]
             window = window_tokens(held, question, self.marks)
-            drills.append((window, answer))
+            drills.append((window, self._answer(example)))
         return tuple(drills)

@@ -75,6 +75,7 @@ class ReadingEpisodes:
         slots: False leaves slots out of every window, whatever was folded into them.
         words: False chooses segments by their keys alone.
         earlier: entries of earlier texts; None for none.
+        budgets: retrievals and writes of each text, P; None for `step_budget`.
 
     Attributes:
         texts: segments by the numbers that states use.
@@ -91,6 +92,7 @@ class ReadingEpisodes:
         slots: bool = True,
         words: bool = True,
         earlier: Earlier | None = None,
+        budgets: Sequence[int] | None = None,
     ) -> None:
         self.reader = reader
         self.reading = reading
@@ -111,6 +113,10 @@ class ReadingEpisodes:
         entries = earlier.index.entries if earlier else []
         self.num_earlier = len(entries)
         # of each text, [P]
+        num_segments = reading.texts.num_segments
+        self.budgets = torch.full_like(num_segments, self.config.step_budget)
+        if budgets is not None:
+            self.budgets = num_segments.new_tensor(budgets)
         self._most_steps = reading.texts.num_segments + steps_after_question(self.config)
         self.texts = reading.texts.behind(
             [entry.tokens for entry in entries], earlier.words if earlier else ()
@@ -158,7 +164,8 @@ class ReadingEpisodes:
         at_question = self._is_asked(state)
         segment = self.reading.pooled[state.rows, self._place(state)]
         hidden = torch.where(at_question.unsqueeze(1), state.seen, segment)
-        used = state.operations / self.config.step_budget
+        budget = self.budgets[state.rows]
+        used = state.operations / budget
         fetched = (state.buffer >= 0).float().mean(1)
         score = state.score
         if self._nearness is not None:
@@ -177,7 +184,11 @@ class ReadingEpisodes:
         for action in self.forbidden:
             legal[:, action] = False
         # the budget limits retrievals and writes, so that passing a long text by costs nothing
-        legal[state.operations >= self.config.step_budget] = False
+        legal[state.operations >= budget] = False
+        # what was written without an operation left for the question was written for nothing
+        is_kept = ~at_question & (state.operations == budget - 1)
+        legal[:, Action.RETRIEVE] &= ~is_kept
+        legal[:, Action.CACHE_WRITE] &= ~is_kept
         legal[:, Action.SPLICE_WINDOW] = True  # always, as it moves on when empty
         return Observation(hidden, features, legal)
 

@@ -26,7 +26,7 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 # Of the texts that a task and its number lead to: runs that began with another are told.
-TEXT_VERSION = 4
+TEXT_VERSION = 5
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they
@@ -107,7 +107,36 @@ _TRAINED_NEEDLES = tuple(
             ("was given to", "went to", "is that of", "opens", "is on"),
             ("{word}",),
         ),
+        *itertools.product(
+            ("In", "At", "By", "With", "On"),
+            ("{word}",),
+            ("the code is", "the code was", "they use code", "one reads code"),
+            ("{digits}",),
+        ),
+        *itertools.product(
+            ("They gave", "We told", "Somebody sent", "You find"),
+            ("{word}",),
+            ("the code {digits}", "code {digits}"),
+        ),
+        *itertools.product(
+            ("{word}",),
+            ("starts with", "is known by", "answers to", "is marked with", "was sold under"),
+            ("the code {digits}",),
+        ),
     )
+)
+# As many words between two names as may be, and both orders: who learned from eight forms followed
+# two hops in .19 to .52 of texts in another one. Short, so that two hops fit a window of 64 tokens.
+_TRAINED_COPIES = (
+    *(
+        f"{{new}} {verb} {{old}}."
+        for verb in ("takes", "gets", "equals", "was", "has", "means", "copies", "follows")
+        + ("becomes", "keeps", "shows", "uses", "repeats", "=", "is like", "stands for")
+    ),
+    *("Let {new} = {old}.", "Set {new} to {old}.", "Make {new} from {old}.", "Call {new} {old}."),
+    *("Fill {new} with {old}.", "Give {new} {old}.", "Read {new} as {old}.", "Tie {new} to {old}."),
+    *("Put {old} in {new}.", "Copy {old} to {new}.", "Move {old} into {new}."),
+    *(f"{{old}} {verb} {{new}}." for verb in ("is in", "moves to", "fills", "makes", "feeds")),
 )
 
 TRAINED = Wording(
@@ -125,18 +154,7 @@ TRAINED = Wording(
         ("{words} has which code?", "{words} have which codes?"),
         ("Find out what code {words} got.", "Find out what codes {words} got."),
     ),
-    # Short, so that two hops fit a window of 64 tokens, and several: readers that learn from three
-    # forms follow no other.
-    copies=(
-        "Let {new} = {old}.",
-        "Set {new} to {old}.",
-        "{new} takes {old}.",
-        "{new} gets {old}.",
-        "{new} equals {old}.",
-        "{new} was {old}.",
-        "{new} has {old}.",
-        "{new} means {old}.",
-    ),
+    copies=_TRAINED_COPIES,
     ask_copies=(
         "Which variables hold {value}?",
         "What holds {value}?",
@@ -146,6 +164,12 @@ TRAINED = Wording(
         "Who takes {value}?",
         "Say what has {value}.",
         "List all that get {value}.",
+        "Find all with {value}.",
+        "Which ones keep {value}?",
+        "What was made {value}?",
+        "Where is {value}?",
+        "Name whatever shows {value}.",
+        "{value} is in what?",
     ),
     fillers=_TRAINED_FILLERS,
     decoys=(

@@ -303,13 +303,12 @@ def _write_all(
     observation: Observation,
     policy: MemoryPolicy | None,
 ) -> Tensor:
-    """Writes each segment while the budget holds two operations, then acts as the policy does, or
-    retrieves once where there is none."""
+    """Writes each segment while it may, then acts as the policy does, or retrieves once where there
+    is none."""
     legal = observation.legal
     is_read = state.time >= episodes.reading.texts.num_segments[state.rows]
-    writes = legal[:, Action.CACHE_WRITE] & (state.operations < episodes.config.step_budget - 1)
     passes = torch.full_like(state.time, Action.SPLICE_WINDOW)
-    reading = torch.where(writes, int(Action.CACHE_WRITE), passes)
+    reading = torch.where(legal[:, Action.CACHE_WRITE], int(Action.CACHE_WRITE), passes)
     if policy is None:
         fetched = torch.cat([state.buffer, state.fetched], dim=1).amax(1) >= 0
         retrieves = legal[:, Action.RETRIEVE] & ~fetched

@@ -12,6 +12,7 @@ joint     all except the policy, and the backbone where it is trained; plain tex
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Part
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.reasoning import Phase, StageBConfig
+from cdrmix.config.reasoning import Phase, PolicyConfig, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.engines.routing import router_parts
@@ -295,6 +296,13 @@ def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
     return lambda row, tokens: score(examples[row], tokenizer.decode(tokens))
 
 
+def drawn_budgets(config: PolicyConfig, count: int, *, seed: int) -> list[int]:
+    """Retrievals and writes of so many texts of a lesson."""
+    rng = random.Random(seed)
+    shares = (config.smallest_budget ** rng.random() for _ in range(count))
+    return [max(2, round(share * config.step_budget)) for share in shares]
+
+
 @dataclass(frozen=True)
 class Course:
     """A reader with its lessons and their losses."""
@@ -334,7 +342,8 @@ class Course:
         group = stage_b.training.group_size
         reading = reader.read(lesson.texts)
         grade = grade_by(lesson.examples, self.lessons.tokenizer)
-        episodes = ReadingEpisodes(reader, reading, grade)
+        budgets = drawn_budgets(stage_b.policy, len(lesson.examples), seed=lesson.seed)
+        episodes = ReadingEpisodes(reader, reading, grade, budgets=budgets)
         # Actions follow from the lesson's seed, not from the rank that plays it.
         generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)

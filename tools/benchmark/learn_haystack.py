@@ -60,7 +60,7 @@ def learn(
     reader, lessons, config = small_reader(
         seed,
         training={"tasks": (TASK,), "length_ratios": TRAINED_RATIOS, "question": question},
-        policy={"step_budget": BUDGET},
+        policy={"step_budget": BUDGET, "smallest_budget": 1.0},
         wording=WORDING,
     )
     train_joint(reader, lessons, config, steps=steps)

@@ -49,13 +49,13 @@ LONG_RATIOS = (16, 32)
 NUM_EVALUATED = 128
 NUM_LONG = 64
 TEXT_SEED = 1
-# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT`. Training
-# has got more forms of needles since, of which none was chosen by this one.
+# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT` and on one
+# that stood here before.
 SECOND = HELD_OUT._replace(
-    needles=("For {word} the code reads {digits}.",),
-    ask_needles=(("Give the code for {words}.", "Give the codes for {words}."),),
-    copies=("Now {new} holds {old}.",),
-    ask_copies=("Which things are at {value}?",),
+    needles=("{word} carries {digits} as its code.",),
+    ask_needles=(("Which code did {words} carry?", "Which codes did {words} carry?"),),
+    copies=("Point {new} at {old}.",),
+    ask_copies=("What leads to {value}?",),
     fillers=(
         "The bells of {word} rang all morning.",
         "Every ship to {word} was late.",

@@ -14,13 +14,21 @@ from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.model_parts import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
+from cdrmix.errors import DataError
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
-from cdrmix.stage_b.phases import Collected, Course, StepMean, make_course, phase_loss
+from cdrmix.stage_b.phases import (
+    Collected,
+    Course,
+    StepMean,
+    drawn_budgets,
+    make_course,
+    phase_loss,
+)
 from tests.unit.reasoning.small_reader import (
     TASKS,
     WINDOW_TOKENS,
@@ -54,6 +62,21 @@ def test_what_is_sought_is_evidence_and_what_is_gathered_all_of_it() -> None:
             sought = tokenizer().decode(lesson.texts.segment(row, int(lesson.sought[row])))
             assert any(line in sought for line in example.evidence)
             assert int(lesson.sought[row]) not in lesson.found[row]
+
+
+@pytest.mark.parametrize("task", ["needle_values", "common_words"])
+def test_a_text_whose_answer_has_no_room_gives_way_to_the_next(task: str) -> None:
+    config = small_config(texts_per_lesson=16, tasks=(task,))
+    lesson = small_lessons(config).lesson("memory", 0)
+    longest = max(map(len, lesson.answers))
+    assert min(map(len, lesson.answers)) < longest
+    config = small_config(texts_per_lesson=16, tasks=(task,), answer_tokens=longest - 1)
+    narrow = small_lessons(config).lesson("memory", 0)
+    assert max(map(len, narrow.answers)) < longest
+    for answer, example in zip(narrow.answers, narrow.examples, strict=True):
+        assert tokenizer().decode(list(answer[:-1])).split() == list(example.answers)
+    with pytest.raises(DataError, match=rf"{task}: an answer takes \d+ tokens.*answer_tokens"):
+        small_lessons(small_config(tasks=(task,), answer_tokens=3)).lesson("memory", 0)
 
 
 @pytest.mark.parametrize(("top_k", "most"), [(1, 2), (3, 4)])
@@ -288,6 +311,26 @@ def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_st
     assert torch.equal(whole.rollouts.final.earned, cut.rollouts.final.earned)
     assert torch.equal(whole.rollouts.returns, cut.rollouts.returns)
     assert whole.metrics["operations/splice_window"] == cut.metrics["operations/splice_window"]
+
+
+def test_texts_of_training_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_policy(small_config(texts_per_lesson=8, length_ratios=(8,)), step_budget=16)
+    earning(monkeypatch, *[1.0] * 8)
+    reader = small_reader(config)
+    with torch.no_grad():
+        reader.policy.feature_policy.bias[Action.CACHE_WRITE] = 100.0  # whatever is legal, write
+    lesson = small_lessons(config).lesson("policy", 0)
+    collected = Course(reader, small_lessons(config), config).collect(lesson)
+    writes = (collected.rollouts.actions == Action.CACHE_WRITE) & collected.rollouts.taken
+    written = writes.sum(1).view(8, -1)  # texts, episodes
+    assert (written == written[:, :1]).all(), "those of one text are compared with each other"
+    budgets = drawn_budgets(config.stage_b.policy, 8, seed=lesson.seed)
+    assert written[:, 0].tolist() == [budget - 1 for budget in budgets], "one for the question"
+    many = drawn_budgets(config.stage_b.policy, 1000, seed=0)
+    assert min(many) == 2 and max(many) == 16
+    assert 0.4 < sum(budget <= 16 * 0.125**0.5 for budget in many) / 1000 < 0.6
+    always = config.stage_b.policy.model_copy(update={"smallest_budget": 1.0})
+    assert drawn_budgets(always, 3, seed=0) == [16] * 3
 
 
 def test_an_episode_writes_fetches_and_answers() -> None:
