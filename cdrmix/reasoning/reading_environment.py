@@ -76,6 +76,7 @@ class ReadingEpisodes:
         words: False chooses segments by their keys alone.
         earlier: entries of earlier texts; None for none.
         budgets: retrievals and writes of each text, P; None for `step_budget`.
+        keeps_one: the last operation of a budget is for the question.
 
     Attributes:
         texts: segments by the numbers that states use.
@@ -93,6 +94,7 @@ class ReadingEpisodes:
         words: bool = True,
         earlier: Earlier | None = None,
         budgets: Sequence[int] | None = None,
+        keeps_one: bool = True,
     ) -> None:
         self.reader = reader
         self.reading = reading
@@ -117,6 +119,7 @@ class ReadingEpisodes:
         self.budgets = torch.full_like(num_segments, self.config.step_budget)
         if budgets is not None:
             self.budgets = num_segments.new_tensor(budgets)
+        self._keeps_one = keeps_one
         self._most_steps = reading.texts.num_segments + steps_after_question(self.config)
         self.texts = reading.texts.behind(
             [entry.tokens for entry in entries], earlier.words if earlier else ()
@@ -185,10 +188,11 @@ class ReadingEpisodes:
             legal[:, action] = False
         # the budget limits retrievals and writes, so that passing a long text by costs nothing
         legal[state.operations >= budget] = False
-        # what was written without an operation left for the question was written for nothing
-        is_kept = ~at_question & (state.operations == budget - 1)
-        legal[:, Action.RETRIEVE] &= ~is_kept
-        legal[:, Action.CACHE_WRITE] &= ~is_kept
+        if self._keeps_one:
+            # what was written without an operation left for the question was written for nothing
+            is_kept = ~at_question & (state.operations == budget - 1)
+            legal[:, Action.RETRIEVE] &= ~is_kept
+            legal[:, Action.CACHE_WRITE] &= ~is_kept
         legal[:, Action.SPLICE_WINDOW] = True  # always, as it moves on when empty
         return Observation(hidden, features, legal)
 

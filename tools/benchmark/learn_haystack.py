@@ -16,7 +16,6 @@ import torch
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import roll_out
-from cdrmix.reasoning.tasks import TRAINED
 from tools.benchmark.learn_system import (
     POLICY_RATE,
     Fetching,
@@ -35,15 +34,6 @@ RATIO = 8
 JOINT_STEPS = 150
 ITERATIONS = 100
 NUM_LESSONS = 8  # of 16 texts
-# So small a reader needs longer for the 42 forms of training, and their words more tokens.
-WORDING = TRAINED._replace(
-    needles=(
-        "The code of {word} is {digits}.",
-        "{word} has the code {digits}.",
-        "Code {digits} was given to {word}.",
-    ),
-    ask_needles=TRAINED.ask_needles[:5],
-)
 
 
 def learn(
@@ -61,12 +51,11 @@ def learn(
         seed,
         training={"tasks": (TASK,), "length_ratios": TRAINED_RATIOS, "question": question},
         policy={"step_budget": BUDGET, "smallest_budget": 1.0},
-        wording=WORDING,
     )
     train_joint(reader, lessons, config, steps=steps)
     train_policy(reader, lessons, config, iterations=iterations, rate=policy_rate)
     training = lessons.training.model_copy(update={"length_ratios": (RATIO,)})
-    found = _found(reader, lessons_of(training, seed, WORDING), num_lessons)
+    found = _found(reader, lessons_of(training, seed), num_lessons)
     return {"question": question, "seed": seed, **found, "seconds": time.process_time() - began}
 
 

@@ -82,6 +82,22 @@ def haystack_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def gate_rows(result: dict[str, Any]) -> list[str]:
+    """The state carried through all segments, and through those committed."""
+    columns = ("all", "all, learned so", "agent", "facts", "shuffled", "none", "committed")
+    rows = [
+        "Right answers from the recurrent state; demanded of the agent is .10 more than of all at "
+        "32 windows. `facts` commits those alone, `shuffled` as many segments as the agent.",
+        "",
+        f"| seed | windows | {' | '.join(columns)} | CPU s |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    for row in result["learned"]:
+        shares = " | ".join(_share(row[name]) for name in columns)
+        rows.append(f"| {row['seed']} | {row['windows']} | {shares} | {row['seconds']:.0f} |")
+    return rows
+
+
 def retrieval_rows(result: dict[str, Any]) -> list[str]:
     """Episodic retrieval by seed, and latency by size."""
     rows = [

@@ -25,7 +25,7 @@ from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
-from cdrmix.reasoning.tasks import TRAINED, Wording, generate_examples
+from cdrmix.reasoning.tasks import TRAINED, generate_examples
 from cdrmix.stage_b import phases
 from tools.benchmark.learn_policy import learn_from
 
@@ -34,6 +34,17 @@ SMALL_WINDOW = 64
 SMALL_VOCABULARY = 512
 RATES = {"memory": 3e-3, "adapters": 1e-2, "backbone": 3e-3}
 POLICY_RATE = 1e-2
+# So small a reader needs longer for all forms of training, and their words more tokens.
+FEW_FORMS = TRAINED._replace(
+    needles=(
+        "The code of {word} is {digits}.",
+        "{word} has the code {digits}.",
+        "Code {digits} was given to {word}.",
+    ),
+    ask_needles=TRAINED.ask_needles[:5],
+    copies=TRAINED.copies[:8],
+    ask_copies=TRAINED.ask_copies[:8],
+)
 
 
 class Fetching(ReadingEpisodes):
@@ -42,15 +53,22 @@ class Fetching(ReadingEpisodes):
     Args:
         reader: whose episodes.
         lesson: of the policy's phase.
-        forbidden: actions that are never legal.
+        forbidden, keeps_one: as of `ReadingEpisodes`.
     """
 
     def __init__(
-        self, reader: MemoryReader, lesson: Lesson, *, forbidden: frozenset[Action] = frozenset()
+        self,
+        reader: MemoryReader,
+        lesson: Lesson,
+        *,
+        forbidden: frozenset[Action] = frozenset(),
+        keeps_one: bool = True,
     ) -> None:
         with torch.no_grad():
             reading = reader.read(lesson.texts)
-        super().__init__(reader, reading, lambda _, __: 0.0, forbidden=forbidden)
+        super().__init__(
+            reader, reading, lambda _, __: 0.0, forbidden=forbidden, keeps_one=keeps_one
+        )
         self._evidence = [set(evidence) for evidence in lesson.evidence]
 
     def _earned(self, state: ReadingState) -> torch.Tensor:
@@ -66,12 +84,10 @@ def small_reader(
     *,
     training: Mapping[str, Any] | None = None,
     policy: Mapping[str, Any] | None = None,
-    wording: Wording = TRAINED,
 ) -> tuple[MemoryReader, Lessons, Config]:
     """Two dense blocks of width 64 over a tokenizer of task texts.
 
-    `training` and `policy` replace values of these sections of `stage_b`; `wording` is that of all
-    texts.
+    `training` and `policy` replace values of these sections of `stage_b`.
     """
     overrides = {
         "model.hidden_size": 64,
@@ -98,7 +114,7 @@ def small_reader(
     }
     stage_b = stage_b.model_copy(update=changed)
     config = config.model_copy(update={"stage_b": stage_b})
-    lessons = lessons_of(stage_b.training, seed, wording)
+    lessons = lessons_of(stage_b.training, seed)
     backbone = Backbone(config.model)
     backbone.initialize(seed=seed)
     reader = MemoryReader(backbone, stage_b, window_tokens=SMALL_WINDOW, marks=lessons.marks)
@@ -106,13 +122,13 @@ def small_reader(
     return reader, lessons, config
 
 
-def lessons_of(training: StageBTraining, seed: int, wording: Wording = TRAINED) -> Lessons:
+def lessons_of(training: StageBTraining, seed: int) -> Lessons:
     """Lessons in windows of 64 tokens, without drills."""
-    tokenizer = small_tokenizer(wording)
-    return Lessons(training, seed, SMALL_WINDOW, tokenizer, drills=False, wording=wording)
+    tokenizer = small_tokenizer()
+    return Lessons(training, seed, SMALL_WINDOW, tokenizer, drills=False, wording=FEW_FORMS)
 
 
-def small_tokenizer(wording: Wording = TRAINED) -> Tokenizer:
+def small_tokenizer() -> Tokenizer:
     """Byte pairs of task texts."""
     texts = [
         generate_examples(
@@ -122,7 +138,7 @@ def small_tokenizer(wording: Wording = TRAINED) -> Tokenizer:
             length_ratio=4,
             window_tokens=400,
             count_tokens=len,
-            wording=wording,
+            wording=FEW_FORMS,
         ).text
         for task in TASKS
         for n in range(20)
@@ -182,7 +198,7 @@ def train_policy(
     optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=rate, weight_decay=0)
     for number in range(iterations):
         lesson = lessons.lesson("policy", number)
-        episodes = Fetching(reader, lesson)
+        episodes = Fetching(reader, lesson, keeps_one=False)
         generator = torch.Generator().manual_seed(lesson.seed)
         group = stage_b.training.group_size
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)

@@ -76,15 +76,11 @@ class LongStream(SegmentStream):
         super().__init__(policy, num_entries=NUM_ENTRIES, top_k=4, steps_after_question=4)
 
     def observe(self, state: StreamState) -> Observation:
-        """Returns the agent's view, where a spent budget leaves splicing alone, and its last
-        operation is kept for the question."""
+        """Returns the agent's view, where a spent budget leaves splicing alone."""
         view = super().observe(state)
         features, legal = view.features.clone(), view.legal.clone()
         features[:, 1] = state.operations / BUDGET
         legal[state.operations >= BUDGET] = False
-        is_kept = (state.operations == BUDGET - 1) & ~self._is_asked(state)
-        legal[is_kept, Action.RETRIEVE] = False
-        legal[is_kept, Action.CACHE_WRITE] = False
         legal[:, Action.SPLICE_WINDOW] = True
         return Observation(view.hidden, features, legal)
 
