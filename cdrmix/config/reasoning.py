@@ -79,8 +79,7 @@ class PolicyConfig(Section):
     max_branches: int = Field(ge=1)
     """Actions of a decision that --branches tries in parallel (count)."""
     step_budget: int = Field(ge=2)
-    """Memory operations per prompt, of which the last is kept for the question but in training
-    (count)."""
+    """Memory operations per prompt, of which the last is kept for the question (count)."""
     # Where the budget holds every text of training whole, an agent learns to write as much as it
     # likes, and has none left in longer ones.
     smallest_budget: float = Field(0.125, gt=0, le=1)

@@ -343,9 +343,7 @@ class Course:
         reading = reader.read(lesson.texts)
         grade = grade_by(lesson.examples, self.lessons.tokenizer)
         budgets = drawn_budgets(stage_b.policy, len(lesson.examples), seed=lesson.seed)
-        # A spent budget fails while it is learned from: an operation kept would earn enough that
-        # the agent writes whatever comes first (docs/reasoning.md).
-        episodes = ReadingEpisodes(reader, reading, grade, budgets=budgets, keeps_one=False)
+        episodes = ReadingEpisodes(reader, reading, grade, budgets=budgets)
         # Actions follow from the lesson's seed, not from the rank that plays it.
         generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
