@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -211,11 +211,11 @@ def train_agent(backbone: Backbone, seed: int, *, iterations: int) -> MemoryPoli
 
 @torch.no_grad()
 def evaluate(
-    rival: Backbone | None, backbone: Backbone, policy: MemoryPolicy, windows: int, count: int
+    rival: Backbone, backbone: Backbone, policy: MemoryPolicy, windows: int
 ) -> dict[str, float]:
     """Shares of unseen texts that are answered right, and of segments that the agent commits."""
     generator = torch.Generator().manual_seed(10_000)
-    texts = make_texts(count, windows * SEGMENTS_PER_WINDOW, generator)
+    texts = make_texts(NUM_EVALUATED, windows * SEGMENTS_PER_WINDOW, generator)
     gate = Gate(backbone, texts)
     committed = roll_out(gate, policy, gate.start(), generator=None).final.committed
     shuffle = torch.rand(committed.shape, generator=generator).argsort(1)
@@ -224,28 +224,19 @@ def evaluate(
         "facts": lambda: is_right(backbone, texts, texts.is_fact),
         "shuffled": lambda: is_right(backbone, texts, committed.gather(1, shuffle)),
         "all": lambda: is_right(backbone, texts),
+        "all, learned so": lambda: is_right(rival, texts),
         "none": lambda: is_right(backbone, texts, torch.zeros_like(committed)),
     }
-    if rival is not None:
-        gates["all, learned so"] = lambda: is_right(rival, texts)
     found = {name: float(right().mean()) for name, right in gates.items()}
     return {**found, "committed": float(committed.float().mean())}
 
 
-def learn(
-    seed: int,
-    *,
-    steps: int,
-    iterations: int,
-    lengths: Sequence[int] = WINDOWS,
-    count: int = NUM_EVALUATED,
-    with_rival: bool = True,
-) -> dict[int, dict[str, float]]:
-    """Windows of a text -> what answers how many of `count`; the rival takes as many steps."""
+def learn(seed: int, *, steps: int, iterations: int) -> dict[int, dict[str, float]]:
+    """Windows of a text -> what answers how many; the rival takes as many steps."""
     backbone = train_backbone(seed, whole=False, steps=steps)
-    rival = train_backbone(seed, whole=True, steps=steps) if with_rival else None
+    rival = train_backbone(seed, whole=True, steps=steps)
     policy = train_agent(backbone, seed, iterations=iterations)
-    return {windows: evaluate(rival, backbone, policy, windows, count) for windows in lengths}
+    return {windows: evaluate(rival, backbone, policy, windows) for windows in WINDOWS}
 
 
 def measure(rounds: int) -> dict[str, Any]:

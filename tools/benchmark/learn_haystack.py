@@ -50,7 +50,7 @@ def learn(
     reader, lessons, config = small_reader(
         seed,
         training={"tasks": (TASK,), "length_ratios": TRAINED_RATIOS, "question": question},
-        policy={"step_budget": BUDGET, "smallest_budget": 1.0},
+        policy={"step_budget": BUDGET},
     )
     train_joint(reader, lessons, config, steps=steps)
     train_policy(reader, lessons, config, iterations=iterations, rate=policy_rate)
