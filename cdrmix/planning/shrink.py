@@ -347,7 +347,8 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
         | {
             "window_tokens": WINDOW_TOKENS,
             "segment_tokens": None,
-            "answer_tokens": min(WINDOW_TOKENS // 4, training.answer_tokens),
+            # the tokenizer of so small a corpus cuts answers into more tokens
+            "answer_tokens": WINDOW_TOKENS // 4,
             # its rows are made for the windows of the plan
             "task_file": None,
             "length_ratios": LENGTH_RATIOS if max(training.length_ratios) > 1 else (1,),

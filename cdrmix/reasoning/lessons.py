@@ -294,7 +294,8 @@ class Lessons:
         if needed > self.training.answer_tokens:
             raise DataError(
                 f"{task}: an answer takes {needed} tokens with its stop, and "
-                f"stage_b.training.answer_tokens has room for {self.training.answer_tokens}"
+                f"stage_b.training.answer_tokens has room for {self.training.answer_tokens}. Try "
+                f"stage_b.training.answer_tokens={needed}"
             )
         return example
 
