@@ -26,7 +26,7 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 # Of the texts that a task and its number lead to: runs that began with another are told.
-TEXT_VERSION = 5
+TEXT_VERSION = 6
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they
@@ -89,7 +89,8 @@ _TRAINED_FILLERS = tuple(
 )
 
 # Dozens: with three forms an agent takes no other sentence for a statement of a code. In held-out
-# wording it then wrote .77 of them down, in one of three seeds (docs/reasoning.md).
+# wording it then wrote .77 of them down, in one of three seeds (docs/reasoning.md). Digits stand
+# behind the word "code" and before it: who learned from the former alone read none of the latter.
 _TRAINED_NEEDLES = tuple(
     " ".join(parts) + "."
     for parts in (
@@ -123,10 +124,32 @@ _TRAINED_NEEDLES = tuple(
             ("starts with", "is known by", "answers to", "is marked with", "was sold under"),
             ("the code {digits}",),
         ),
+        *itertools.product(
+            ("{word}",),
+            ("has", "got", "took", "keeps", "needs", "uses"),
+            ("{digits} for its code", "{digits} for a code"),
+        ),
+        *itertools.product(
+            ("{digits}",),
+            ("is the code of", "was the code at", "is a code of", "is now the code of"),
+            ("{word}",),
+        ),
+        *itertools.product(
+            ("{digits}",),
+            ("was given to", "went to", "is on", "opens"),
+            ("{word} for a code", "{word}: its code"),
+        ),
+        *itertools.product(
+            ("In", "At", "By", "With", "On"),
+            ("{word}",),
+            ("{digits} is the code", "they use {digits} for code"),
+        ),
     )
 )
-# As many words between two names as may be, and both orders: who learned from eight forms followed
-# two hops in .19 to .52 of texts in another one. Short, so that two hops fit a window of 64 tokens.
+# As many words between two names as may be, and both orders about as often. Who learned from eight
+# forms followed two hops in .19 to .52 of texts in another one; who learned from 40 that name the
+# new variable first and eight that do not, in .23 of texts that do not. Short, so that two hops fit
+# a window of 64 tokens.
 _TRAINED_COPIES = (
     *(
         f"{{new}} {verb} {{old}}."
@@ -137,6 +160,17 @@ _TRAINED_COPIES = (
     *("Fill {new} with {old}.", "Give {new} {old}.", "Read {new} as {old}.", "Tie {new} to {old}."),
     *("Put {old} in {new}.", "Copy {old} to {new}.", "Move {old} into {new}."),
     *(f"{{old}} {verb} {{new}}." for verb in ("is in", "moves to", "fills", "makes", "feeds")),
+    *(
+        f"{verb} {{new}} {preposition} {{old}}."
+        for verb in ("Fix", "Join", "Start", "Hold")
+        for preposition in ("to", "by", "from", "with", "at")
+    ),
+    *(
+        f"{verb} {{old}} {preposition} {{new}}."
+        for verb in ("Lay", "Send", "Bring", "Write")
+        for preposition in ("on", "to", "under", "by", "with")
+    ),
+    *(f"{{old}} {verb} {{new}}." for verb in ("goes to", "gives", "became", "turns into")),
 )
 
 TRAINED = Wording(
@@ -170,6 +204,14 @@ TRAINED = Wording(
         "Where is {value}?",
         "Name whatever shows {value}.",
         "{value} is in what?",
+        "What comes from {value}?",
+        "What goes with {value}?",
+        "What starts with {value}?",
+        "Show what belongs to {value}.",
+        "Which words follow {value}?",
+        "Tell what copies {value}.",
+        "What ends in {value}?",
+        "{value} went where?",
     ),
     fillers=_TRAINED_FILLERS,
     decoys=(

@@ -14,6 +14,7 @@ from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.stage_b.long_context import TrainedReader
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader
 from tools.benchmark import learn_binding as binding
+from tools.benchmark import learn_gate as gate
 from tools.benchmark import learn_haystack as haystack
 from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
@@ -47,6 +48,19 @@ def test_a_question_that_is_read_first_tells_which_of_many_needles_to_keep() -> 
     found = haystack.learn(0, "first", steps=80, iterations=24, policy_rate=3e-2, num_lessons=2)
     assert found["kept at most"] <= 0.25
     assert found["found"] >= 0.60
+
+
+def test_a_state_committed_segment_by_segment_answers_as_the_text_read_at_once() -> None:
+    backbone = gate.train_backbone(0, whole=False, steps=120)
+    texts = gate.make_texts(256, 6, torch.Generator().manual_seed(1))
+    every = torch.ones_like(texts.is_fact)
+    with torch.no_grad():
+        at_once = gate.value_logits(backbone, texts)
+        torch.testing.assert_close(gate.value_logits(backbone, texts, every), at_once)
+        facts = gate.is_right(backbone, texts, texts.is_fact).mean()
+        others = gate.is_right(backbone, texts, ~texts.is_fact).mean()
+    assert facts >= 0.50
+    assert others <= 0.25  # by chance 1 in 8
 
 
 def test_trained_keys_are_found_among_distractors_and_raw_ones_are_not() -> None:

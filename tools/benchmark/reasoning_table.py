@@ -49,13 +49,13 @@ LONG_RATIOS = (16, 32)
 NUM_EVALUATED = 128
 NUM_LONG = 64
 TEXT_SEED = 1
-# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT` and on one
+# Made after the forms of training were chosen, which was done with an eye on `HELD_OUT` and on two
 # that stood here before.
 SECOND = HELD_OUT._replace(
-    needles=("{word} carries {digits} as its code.",),
-    ask_needles=(("Which code did {words} carry?", "Which codes did {words} carry?"),),
-    copies=("Point {new} at {old}.",),
-    ask_copies=("What leads to {value}?",),
+    needles=("Remember {digits} as the code for {word}.",),
+    ask_needles=(("Give me the code for {words}.", "Give me the codes for {words}."),),
+    copies=("{new} is another name for {old}.", "Pour {old} out over {new}."),
+    ask_copies=("Which entries contain {value}?",),
     fillers=(
         "The bells of {word} rang all morning.",
         "Every ship to {word} was late.",

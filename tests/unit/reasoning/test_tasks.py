@@ -83,6 +83,14 @@ def test_nothing_of_held_out_wording_is_in_that_of_training() -> None:
         assert ours and theirs and not {*ours} & {*theirs}  # type: ignore[misc]
 
 
+def test_statements_of_training_have_either_part_first() -> None:
+    # who learns from one order does not read the other, whatever the words are
+    new_first = [form.index("{new}") < form.index("{old}") for form in TRAINED.copies]
+    assert 0.4 <= sum(new_first) / len(new_first) <= 0.6
+    code_first = [form.lower().index("code") < form.index("{digits}") for form in TRAINED.needles]
+    assert 0.25 <= sum(code_first) / len(code_first) <= 0.75
+
+
 @pytest.mark.parametrize("task", KINDS)
 @pytest.mark.parametrize("ratio", [1, 2, 16])
 def test_texts_fill_their_length_and_never_exceed_it(task: str, ratio: int) -> None:
