@@ -163,8 +163,10 @@ def test_an_interpreter_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_no_process_outlives_the_host(is_killed: bool, tmp_path: Path):
+    # Where the suite runs in the background, a shell has the interrupt ignored.
     script = (
-        "import sys, tempfile\n"
+        "import signal, sys, tempfile\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from cdrmix.evaluation.sandbox.host import *\n"
         f"tempfile.tempdir = {str(tmp_path / 'temporary')!r}\n"
         "programs = [Program('print(1)', tests='assert 1'),\n"
