@@ -87,6 +87,7 @@ class SavedActivations:
         self._halves_of = cache(self._halves)
         self._kept_of, self._rebuilt_of = cache(self._kept), cache(self._rebuilt)
         self._form_of = cache(self._form)
+        self._bytes_on = cache(self._on_stage)
 
     def largest_exchange(self, layout: Layout) -> int:
         """Bytes of the largest message that sequence ranks exchange for a mixer."""
@@ -125,6 +126,9 @@ class SavedActivations:
 
     def on_stage(self, layout: Layout, stage: int) -> int:
         """Bytes of all micro-batches in flight at a stage."""
+        return self._bytes_on(layout.passes, stage)
+
+    def _on_stage(self, layout: Layout, stage: int) -> int:
         degrees = layout.degrees
         tokens = self.tokens(layout)
         in_flight = self.in_flight(layout, stage)

@@ -8,6 +8,7 @@ members of a group have between them. Payloads are held to what CPU ranks exchan
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 from cdrmix.planning.activations import SavedActivations
@@ -49,6 +50,8 @@ class Communication:
         for p in parameters(self.model):
             if p.layer is not None and p.is_partial:
                 self.partial_gradients[p.layer] += p.num_elements
+        self._passed = cache(self.per_micro_step)
+        self._fullest = cache(self._held_by_fullest)
 
     def of_step(self, layout: Layout) -> tuple[Exchanged, float, float]:
         """Exchanges of a step, with the seconds of a micro-step and of what comes once a step.
@@ -57,7 +60,7 @@ class Communication:
         micro-step: a pipeline's bubble repeats none of them.
         """
         steps = layout.gradient_accumulation_steps
-        passed = self.per_micro_step(layout)
+        passed = self._passed(layout.passes)
         once = self.gradients_and_weights(layout)
         each = sum(seconds for _, seconds in passed.values()) / steps
         return passed | once, each, sum(seconds for _, seconds in once.values())
@@ -225,6 +228,9 @@ class Communication:
     def held_by_fullest(self, degrees: Degrees) -> dict[Group, int]:
         """Elements of each group on the stage with most: the first, the last, or one with most
         blocks."""
+        return self._fullest(degrees)
+
+    def _held_by_fullest(self, degrees: Degrees) -> dict[Group, int]:
         sizes = [len(stage) for stage in self.memory.stages(degrees.pipeline)]
         stages = sorted({0, sizes.index(max(sizes)), len(sizes) - 1})
         return max((self.memory.held(degrees, s) for s in stages), key=lambda h: sum(h.values()))

@@ -10,6 +10,8 @@ that ZeRO-3 fetches ahead are not credited.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 from cdrmix.planning.activations import SavedActivations
 from cdrmix.planning.cluster import Cluster
@@ -120,6 +122,9 @@ class CostModel:
         self.newton_schulz = newton_schulz_flops_per_step(config)
         self.peak = cluster.peak_flops[self.training.precision]
         self.num_tensors = sum(p.is_trained for p in parameters(self.model))
+        self._passes_of = cache(self._passes_of_stage)
+        self._busiest = cache(self._work_of_busiest_stage)
+        self._reached = [0, *accumulate(self.layer_flops)]  # FLOPs of the layers before each
 
     def estimate(self, layout: Layout) -> Cost:
         """Time of one step."""
@@ -160,17 +165,19 @@ class CostModel:
     def _of_busiest_stage(self, layout: Layout) -> tuple[Work, Work]:
         """Work of a micro-step on the stage that the others wait for, and the sum of gradients."""
         degrees = layout.degrees
-        stages = self.memory.stages(degrees.pipeline)
-        works = []
-        for layers in stages:
-            is_last = layers.stop == self.model.num_layers
-            forward, backward = self._passes_of_stage(layout, layers, is_last=is_last)
-            works.append(forward + backward)
-        work = max(works, key=lambda each: seconds_of(each, self.cluster, self.peak))
+        work = self._busiest(layout.passes)
         held = self.communication.held_by_fullest(degrees)
         summed = accumulation_bytes(layout, held, element_bytes=self.size)
         launches = _KERNELS_OF_SUM * self.num_tensors / degrees.pipeline
         return work, Work(0, summed, launches)
+
+    def _work_of_busiest_stage(self, layout: Layout) -> Work:
+        works = []
+        for layers in self.memory.stages(layout.degrees.pipeline):
+            is_last = layers.stop == self.model.num_layers
+            forward, backward = self._passes_of(layout, layers, is_last)
+            works.append(forward + backward)
+        return max(works, key=lambda each: seconds_of(each, self.cluster, self.peak))
 
     def _hidden_seconds(self, layout: Layout, exchanged: Exchanged) -> float:
         """Time of a step's exchange of gradients that passes under backward passes.
@@ -185,15 +192,13 @@ class CostModel:
             return 0.0
         steps = layout.gradient_accumulation_steps
         layers = range(self.model.num_layers)  # no pipeline reduces below ZeRO-1
-        _, backward = self._passes_of_stage(layout, layers, is_last=True)
+        _, backward = self._passes_of(layout.passes, layers, True)
         beside = seconds_of(backward, self.cluster, self.peak)
         held = sum(self.communication.held_by_fullest(layout.degrees).values())
         last = min(1.0, layout.bucket_elements / held)
         return steps * hidden_seconds(reducing / steps, beside, last=last)
 
-    def _passes_of_stage(
-        self, layout: Layout, layers: range, *, is_last: bool
-    ) -> tuple[Work, Work]:
+    def _passes_of_stage(self, layout: Layout, layers: range, is_last: bool) -> tuple[Work, Work]:
         """Work of a micro-step on a stage forward and backward, without the sum of gradients.
 
         Recomputation runs forward passes of blocks once more, all of them or what is no product.
@@ -202,7 +207,7 @@ class CostModel:
         degrees = layout.degrees
         tokens = self.activations.tokens(layout)
         again = 1 if layout.recomputes else 0
-        flops = sum(self.layer_flops[layer] for layer in layers)
+        flops = self._reached[layers.stop] - self._reached[layers.start]
         if degrees.sequence > 1:
             flops += self._flops_of_passed_states(layers, degrees)
         repeated = self.passes - 1 + (1 if layout.recomputes_blocks else 0)

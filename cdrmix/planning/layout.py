@@ -122,6 +122,21 @@ class Layout:
     reduced_bytes: int | None = None
 
     @property
+    def passes(self) -> Layout:
+        """The same layout without ZeRO's part, which decides nothing of the passes.
+
+        A search looks at the passes of one layout under several profiles.
+        """
+        return Layout(
+            self.degrees,
+            0,
+            self.micro_batch_size,
+            self.gradient_accumulation_steps,
+            self.activation_checkpointing,
+            self.sequence_checkpoint_tokens,
+        )
+
+    @property
     def recomputes(self) -> bool:
         """True if anything is recomputed in the backward pass."""
         return self.activation_checkpointing != "none"

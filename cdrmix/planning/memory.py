@@ -117,6 +117,10 @@ class MemoryModel:
         # those of a layer are one module, whose parameters ZeRO-3 gathers at once
         self._packed_experts = max(experts.values(), default=0)
         self._elements_of = cache(self._sum_of_parts)
+        self._held_of = cache(self._held)
+        self._crossing = cache(self._values_crossing)
+        self._gradients_of = cache(self._block_gradients)
+        self._workspace_of = cache(self._workspace)
 
     def estimate(
         self, layout: Layout, *, has_copy: bool | None = None, has_memory_tier: bool = True
@@ -190,6 +194,9 @@ class MemoryModel:
 
     def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         """Elements of each group on a rank of a stage; the tied embedding is on both ends."""
+        return self._held_of(degrees, stage)
+
+    def _held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         elements = self._elements_of(degrees.pipeline, stage)
         held: dict[Group, int] = {}
         for group in GROUPS:
@@ -372,10 +379,14 @@ class MemoryModel:
 
     def boundaries(self, layout: Layout) -> list[int]:
         """Bytes of a micro-batch that cross the boundary before each stage, and after the last."""
-        stages = self.stages(layout.degrees.pipeline)
+        degrees = layout.degrees
         tokens = self.activations.tokens(layout)
-        values = boundary_values(self.model, stages, layout.degrees)
+        values = self._crossing(degrees.pipeline, degrees.tensor)
         return [self.element_bytes * tokens * each for each in values]
+
+    def _values_crossing(self, pipeline: int, tensor: int) -> list[int]:
+        """Values per token that cross each boundary; see `boundary_values`."""
+        return boundary_values(self.model, self.stages(pipeline), tensor)
 
     def _buffers(self, layout: Layout, stage: int, activations: int) -> dict[str, int]:
         """Bytes that are allocated and freed within a step, by kind."""
@@ -384,7 +395,7 @@ class MemoryModel:
         tokens = self.activations.tokens(layout)
         buffers = {
             "gradient_buckets": self._buckets(layout, stage, activations),
-            "workspace": self._workspace(layout, stage),
+            "workspace": self._workspace_of(layout.passes, stage),
         }
         if self._of_muon:
             buffers["newton_schulz"] = self._newton_schulz(layout, stage, activations)
@@ -497,14 +508,17 @@ class MemoryModel:
         """Bytes of the gradients of a block's largest parameters: of its feed-forward, or of its
         mixer, such as the experts of Routing Mamba. A frozen block has none."""
         degrees = layout.degrees
+        return self._gradients_of(degrees.pipeline, degrees.tensor, degrees.expert, stage)
+
+    def _block_gradients(self, pipeline: int, tensor: int, expert: int, stage: int) -> int:
         model = self.model
         dense = len(linears(model)) * model.hidden_size * model.ffn_hidden_size
-        is_last = stage == degrees.pipeline - 1
+        is_last = stage == pipeline - 1
         largest = dense if is_last and model.mtp is not None and model.mtp.has_blocks else 0
-        for layer in self.stages(degrees.pipeline)[stage]:
-            experts = -(-self._parts[layer]["experts", True] // degrees.expert)
+        for layer in self.stages(pipeline)[stage]:
+            experts = -(-self._parts[layer]["experts", True] // expert)
             whole, split = (self._mixers[layer][is_split] for is_split in (False, True))
-            largest = max(largest, experts or dense, whole + split // degrees.tensor)
+            largest = max(largest, experts or dense, whole + split // tensor)
         return self.element_bytes * largest
 
     def _largest_block(self) -> int:

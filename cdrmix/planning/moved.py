@@ -53,6 +53,7 @@ class MovedBytes:
         self._size = activations.element_bytes
         self._of_kind: dict[object, Moved] = {}
         self._of_stage = cache(self._sum)
+        self._of_each = cache(self._each)
 
     def of_layers(self, layers: range, degrees: Degrees) -> Kernels:
         """Kernels of a rank in some blocks."""
@@ -60,16 +61,20 @@ class MovedBytes:
         return self._of_stage(layers.start, layers.stop, *spread)
 
     def _sum(self, start: int, stop: int, tensor: int, sequence: int, expert: int) -> Kernels:
+        layers = self._of_each(tensor, sequence, expert)[start:stop]
+        return Kernels(*map(sum, zip(*layers, strict=True)))
+
+    def _each(self, tensor: int, sequence: int, expert: int) -> list[Kernels]:
+        """Kernels of each block of the model."""
         degrees = Degrees(tensor=tensor, sequence=sequence, expert=expert)
-        forward = backward = forward_kernels = backward_kernels = 0.0
-        for layer in range(start, stop):
+        kernels = []
+        for layer in range(self._model.num_layers):
             moved = self._block(layer, degrees)
             share = share_of_tokens(self._model, layer)
-            forward += share * moved.forward.on(degrees)
-            backward += share * moved.backward.on(degrees)
-            forward_kernels += moved.forward_kernels
-            backward_kernels += moved.backward_kernels
-        return Kernels(forward, backward, forward_kernels, backward_kernels)
+            forward, backward = moved.forward.on(degrees), moved.backward.on(degrees)
+            numbers = (moved.forward_kernels, moved.backward_kernels)
+            kernels.append(Kernels(share * forward, share * backward, *numbers))
+        return kernels
 
     def _block(self, layer: int, degrees: Degrees) -> Moved:
         activations = self._activations

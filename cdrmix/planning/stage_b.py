@@ -345,7 +345,7 @@ class _Model:
     def estimate(self, pipeline: int) -> Memory:
         """Bytes on the fullest rank of a number of stages."""
         stages = self._memory.stages(pipeline)
-        boundaries = boundary_values(self._model, stages, Degrees())
+        boundaries = boundary_values(self._model, stages, 1)
         estimates = [
             self._on_stage(_layout(pipeline), stage, layers, entering=boundaries[stage])
             for stage, layers in enumerate(stages)

@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from cdrmix.config.model import ModelConfig
 from cdrmix.planning.blocks.block_type import is_v_first_made
 from cdrmix.planning.counts import flops_above_layers, forward_flops_by_layer
-from cdrmix.planning.layout import Degrees
 
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
@@ -40,12 +39,12 @@ def stages_without_experts(model: ModelConfig, sequence_length: int, pipeline: i
     return [n for n, layers in enumerate(stages) if not any(map(model.has_experts, layers))]
 
 
-def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
+def boundary_values(model: ModelConfig, stages: list[range], tensor: int) -> list[int]:
     """Values per token that cross the boundary before each stage, and after the last one (0).
 
     They are the residual stream, and v_first behind the block that makes it, whose heads are split
-    over tensor ranks.
+    over `tensor` ranks.
     """
     width = model.hidden_size
     has_v_first = [is_v_first_made(model, stage.start) for stage in stages[1:]]
-    return [0, *(width + created * width // degrees.tensor for created in has_v_first), 0]
+    return [0, *(width + created * width // tensor for created in has_v_first), 0]
