@@ -37,6 +37,8 @@ EPSILON = 1e-6
 # One weighs nothing. Without its share in the gradient, a wrong z-loss would not show.
 OBJECTIVES = {"text": 1.0, "fim": 0.5, "prompt": 0.0, "thought": 2.0, "answer": 1.5, "z_loss": 0.1}
 
+# torch imports its compiler with the first compilation, which each rank would pay: 4 s of CPU.
+COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "networkx")
 
 # Multi-token prediction by its name in a case.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -390,7 +392,8 @@ def _whole(held: Sequence[list[Any]]) -> dict[str, torch.Tensor]:
 
 def trained(case: Case, *, timeout: float = 120) -> Trained:
     """Train in the case's layout; every rank must see the same numbers."""
-    ranks = run_ranks(train, case.world_size, case, timeout=timeout)
+    preloaded = COMPILER if "compile" in case.training else ()
+    ranks = run_ranks(train, case.world_size, case, timeout=timeout, preloaded=preloaded)
     losses, norms, *_ = ranks[0]
     for rank, (its_losses, its_norms, *_) in enumerate(ranks):
         assert (its_losses, its_norms) == (losses, norms), f"rank {rank} sees other numbers"
