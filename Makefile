@@ -101,7 +101,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@[ "$(HAS_VENV)" ] || "$(PYTHON)" -m venv --clear $(VENV)
 	@rm -f $@
 	@$(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check --use-pep517 \
-		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+		--no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@# pip would compile 25,000 files on one core; some are no Python of this version, and stay
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || :
 	@printf '%s\n' "$(CURDIR)" "$(EXTRAS)" > $@
 
 FORCE:
