@@ -105,9 +105,9 @@ class PolicyConfig(Section):
     in its group; critic, the value head, by generalised advantage estimation."""
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
-    kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
+    kl_target: float = Field(gt=0, description="KL divergence that a batch may come to (nats).")
     kl_margin: float = Field(1.5, gt=0)
-    """KL divergence that ends a round of epochs, over kl_target (ratio)."""
+    """KL divergence from which on a batch has no further epoch, over kl_target (ratio)."""
     epochs: int = Field(4, ge=1)
     """Most optimizer steps on one batch of rollouts (count)."""
     clip_ratio: float = Field(0.2, gt=0)
@@ -132,7 +132,8 @@ class PolicyConfig(Section):
 
 
 class EvictionConfig(Section):
-    """Utility of an entry of episodic memory; a full memory evicts the least useful entry."""
+    """Utility of an entry of an index; a full one evicts the least useful entry. While a text is
+    read, the oldest segment gives way."""
 
     score_weight: float = Field(0.5, ge=0)
     """Weight of the value at which the agent wrote the entry (ratio)."""
