@@ -14,6 +14,8 @@ from cdrmix.planning.comparison import compare
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, explained
 
+pytestmark = pytest.mark.usefixtures("shared_searches")
+
 TOO_SMALL = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,33 @@ from cdrmix.monitoring.goodput import WALL_TIME, WallTime
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.failures import Expectation, Measured, expectation, measured_times
 from cdrmix.planning.profile import all_plans
+from cdrmix.planning.search import search
+from tests.unit.planning.conftest import sharing_searches
 
 NODE = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80"]
 # Llama 3 on 16,384 H100, whose file system takes 2 TB/s.
 LLAMA_3 = ["failures.write_bytes_per_second=2e12", "checkpoint.every_steps=null"]
+
+
+# What no search of layouts reads.
+UNREAD = {"failures": True, "checkpoint": {"every_steps", "every_minutes", "auto_range"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_searches() -> Iterator[None]:
+    with sharing_searches(UNREAD):
+        yield
+
+
+def test_no_search_reads_what_tests_here_leave_out_of_equal_ones() -> None:
+    tiny = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="h100-80")
+    plans = search(load_config(tiny), cluster)
+    for overrides in (
+        ["failures.per_device_hour=0.1", "failures.stall_seconds=9", "checkpoint.every_minutes=1"],
+        ["checkpoint.every_steps=auto", "checkpoint.auto_range=[100, 200]"],
+    ):
+        assert search(load_config(tiny, overrides), cluster) == plans
 
 
 def told(

@@ -13,6 +13,8 @@ from cdrmix.config.load import shipped
 from cdrmix.log import visible_width, wrapped
 from cdrmix.planning.text_page import Page, flops_text, size_text
 
+pytestmark = pytest.mark.usefixtures("shared_searches")
+
 LONG = "  - memory: 495.7 GiB of 23.6 GiB a device, NOT within the 90 % that a plan may fill"
 
 
