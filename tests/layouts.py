@@ -69,7 +69,6 @@ class Case:
         training: changes of the training section.
         settings: changes of the optimizer section.
         zero: changes of the profile's `zero_optimization`.
-        steps: that are trained, of the STEPS that rates are planned for.
         note: what these changes come to.
     """
 
@@ -93,7 +92,6 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict, hash=False)
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
-    steps: int = STEPS
     note: str = ""
 
     @property
@@ -326,7 +324,7 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any], list[Any]]:
     # the graphs alone: kernels of inductor's would take minutes (tests/parity/test_compiled.py)
     compiled._BACKEND = "aot_eager"
     started = start(case)
-    losses, norms = run_steps(started, count=case.steps)
+    losses, norms = run_steps(started)
     held = [_held(started.engine, kind) for kind in ("param", "ema")]
     runtime.destroy_distributed()
     return losses, norms, *held

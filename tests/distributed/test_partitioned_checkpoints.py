@@ -27,8 +27,6 @@ from tests.layouts import STEPS, Case, Started, deviation, run_steps, start
 
 BEFORE = 3  # steps done when a run is saved
 BF16 = {"precision": "bf16"}
-# CPUs multiply slowly in bf16; and what differs in one bit, in runs compared by bits, differs on.
-STEPS_IN_BF16 = 4
 
 # a sub-group per parameter: each has an optimizer step count of its own
 IN_SUB_GROUPS = Case(data=2, moe=False, profile="zero3", zero=CUT | {"sub_group_size": 1},
@@ -75,10 +73,8 @@ def load(started: Started, folder: Path) -> None:
 
 
 def go_on(started: Started) -> Ending:
-    """Some more steps: losses, gradient norms, and the sum of every piece that this rank saves."""
-    is_bf16 = started.case.training.get("precision") == "bf16"
-    count = STEPS_IN_BF16 if is_bf16 else STEPS
-    losses, norms = run_steps(started, first=BEFORE, count=count)
+    """Ten more steps: losses, gradient norms, and the sum of every piece that this rank saves."""
+    losses, norms = run_steps(started, first=BEFORE, count=STEPS)
     sums: dict[str, float] = {}
     for piece in engine_state.fragments(started.engine, logical_name):
         # of the bits, so that any that differs shows
