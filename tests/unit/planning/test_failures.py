@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cdrmix.cli import main
+from cdrmix.config.failures import FailuresConfig
 from cdrmix.config.load import load_config, shipped
 from cdrmix.errors import ConfigError, PlanError
 from cdrmix.monitoring.goodput import WALL_TIME, WallTime
@@ -39,7 +40,10 @@ def test_no_search_reads_what_tests_here_leave_out_of_equal_ones() -> None:
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="h100-80")
     plans = search(load_config(tiny), cluster)
     for overrides in (
-        ["failures.per_device_hour=0.1", "failures.stall_seconds=9", "checkpoint.every_minutes=1"],
+        [
+            *(f"failures.{key}=0.5" for key in FailuresConfig.model_fields),
+            "checkpoint.every_minutes=1",
+        ],
         ["checkpoint.every_steps=auto", "checkpoint.auto_range=[100, 200]"],
     ):
         assert search(load_config(tiny, overrides), cluster) == plans
