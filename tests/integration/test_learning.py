@@ -50,7 +50,7 @@ def test_a_question_that_is_read_first_tells_which_of_many_needles_to_keep() -> 
     assert found["found"] >= 0.60
 
 
-def test_a_state_committed_segment_by_segment_answers_as_the_text_read_at_once() -> None:
+def test_a_state_answers_from_the_segments_that_an_agent_commits() -> None:
     backbone = gate.train_backbone(0, whole=False, steps=120)
     texts = gate.make_texts(256, 6, torch.Generator().manual_seed(1))
     every = torch.ones_like(texts.is_fact)
@@ -61,6 +61,11 @@ def test_a_state_committed_segment_by_segment_answers_as_the_text_read_at_once()
         others = gate.is_right(backbone, texts, ~texts.is_fact).mean()
     assert facts >= 0.50
     assert others <= 0.25  # by chance 1 in 8
+    see = gate.whitening(backbone, 0)
+    agent = gate.train_agent(backbone, see, 0, iterations=16)
+    found = gate.evaluate(backbone, {"agent": agent}, windows=4)
+    assert found["agent"] >= found["agent, shuffled"] + 0.05
+    assert found["agent, committed"] <= 0.70
 
 
 def test_trained_keys_are_found_among_distractors_and_raw_ones_are_not() -> None:

@@ -84,10 +84,14 @@ def haystack_rows(result: dict[str, Any]) -> list[str]:
 
 def gate_rows(result: dict[str, Any]) -> list[str]:
     """The state carried through all segments, and through those committed."""
-    columns = ("all", "all, learned so", "agent", "facts", "shuffled", "none", "committed")
+    agents = ("agent", "agent, whitened")
+    of_each = ("", ", shuffled", ", committed")
+    columns = ["all", "all, learned so", "facts", "none"]
+    columns += [f"{agent}{what}" for agent in agents for what in of_each]
     rows = [
-        "Right answers from the recurrent state; demanded of the agent is .10 more than of all at "
-        "32 windows. `facts` commits those alone, `shuffled` as many segments as the agent.",
+        "Right answers from the recurrent state; demanded of an agent is .10 more than of all at "
+        "32 windows. `facts` commits those alone, `shuffled` as many segments as the agent before "
+        "it, and `committed` is their share.",
         "",
         f"| seed | windows | {' | '.join(columns)} | CPU s |",
         "|---" * (len(columns) + 3) + "|",
