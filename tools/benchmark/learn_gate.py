@@ -247,8 +247,11 @@ def train_agent(backbone: Backbone, see: See, seed: int, *, iterations: int) -> 
 
 
 @torch.no_grad()
-def evaluate(backbone: Backbone, agents: dict[str, Agent], windows: int) -> dict[str, float]:
-    """Shares of unseen texts that are answered right, and of segments that agents commit."""
+def evaluate(
+    backbone: Backbone, agents: dict[str, Agent], windows: int, *, rival: Backbone | None = None
+) -> dict[str, float]:
+    """Shares of unseen texts that are answered right, and of segments that agents commit; `rival`
+    carries its state through all of a text."""
     generator = torch.Generator().manual_seed(10_000)
     texts = make_texts(NUM_EVALUATED, windows * SEGMENTS_PER_WINDOW, generator)
     shuffle = torch.rand(texts.is_fact.shape, generator=generator).argsort(1)
@@ -264,15 +267,9 @@ def evaluate(backbone: Backbone, agents: dict[str, Agent], windows: int) -> dict
         found[name] = right(committed)
         found[f"{name}, shuffled"] = right(committed.gather(1, shuffle))
         found[f"{name}, committed"] = float(committed.float().mean())
+    if rival is not None:
+        found["all, learned so"] = float(is_right(rival, texts).mean())
     return found
-
-
-@torch.no_grad()
-def learned_so(rival: Backbone, windows: int) -> float:
-    """Share of unseen texts that a backbone answers right that carries its state through all."""
-    generator = torch.Generator().manual_seed(10_000)
-    texts = make_texts(NUM_EVALUATED, windows * SEGMENTS_PER_WINDOW, generator)
-    return float(is_right(rival, texts).mean())
 
 
 def learn(seed: int, *, steps: int, iterations: int) -> dict[int, dict[str, float]]:
@@ -283,11 +280,7 @@ def learn(seed: int, *, steps: int, iterations: int) -> dict[int, dict[str, floa
         name: train_agent(backbone, see, seed, iterations=iterations) for name, see in ways.items()
     }
     rival = train_backbone(seed, whole=True, steps=steps)
-    return {
-        windows: evaluate(backbone, agents, windows)
-        | {"all, learned so": learned_so(rival, windows)}
-        for windows in WINDOWS
-    }
+    return {windows: evaluate(backbone, agents, windows, rival=rival) for windows in WINDOWS}
 
 
 def measure(rounds: int) -> dict[str, Any]:
