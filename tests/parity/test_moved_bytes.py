@@ -7,6 +7,7 @@ and 25 % of the kernels are allowed.
 """
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from cdrmix.planning.blocks.rwkv import moved_by_op
 from cdrmix.planning.layout import Degrees, Group, Layout
 from cdrmix.planning.moved import block_moved, loss_bytes
 from cdrmix.planning.state_traffic import accumulation_bytes
-from tools.benchmark.block_bytes import count_compiled, count_saved
+from tools.benchmark.block_bytes import Compiled, count_compiled
 from tools.benchmark.count_bytes import Kernels, count_block, count_loss, counting
 
 BATCH, LENGTH = 4, 4096
@@ -69,9 +70,16 @@ def planned(moved: Moved, setting: Setting, kind: str) -> list[tuple[float, int]
     return passes
 
 
+@cache
+def compiled_block(model: str, layer: int) -> Compiled:
+    """Counts of a block of a model, as JSON, which several tests look at."""
+    return count_compiled(ModelConfig.model_validate_json(model), layer, (BATCH, LENGTH))
+
+
 def counted_passes(setting: Setting, layer: int, precision: str) -> tuple[Kernels, Kernels]:
     if setting.is_compiled:
-        return count_compiled(setting.model, layer, (BATCH, LENGTH))
+        block = compiled_block(setting.model.model_dump_json(), layer)
+        return block.forward, block.backward
     return count_block(
         setting.model,
         layer,
@@ -170,7 +178,7 @@ def test_a_compiled_block_saves_what_is_told(
 ) -> None:
     """The graph's values that its backward pass reads, those of parameters and v_first left out."""
     setting = setting_of(kind, "bf16", *overrides, kernels="compiled")
-    saved = count_saved(setting.model, layer, (BATCH, LENGTH)) / TOKENS
+    saved = compiled_block(setting.model.model_dump_json(), layer).saved / TOKENS
     of_type = block_type(kind, setting.model)
     told = of_type.saved(setting, layer, "whole") + saved_by_feed_forward(setting, layer)
     stream = setting.element_bytes * setting.model.hidden_size

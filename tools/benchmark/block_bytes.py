@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from cdrmix.models.block import Block  # noqa: E402
 from cdrmix.models.rwkv7 import TimeMix  # noqa: E402
 from cdrmix.planning.blocks.block_type import is_v_first_made  # noqa: E402
 from tools.benchmark.count_bytes import PRODUCTS, Kernels, count_block, count_loss  # noqa: E402
-
-T = TypeVar("T")
 
 
 class Moved(NamedTuple):
@@ -51,39 +49,28 @@ def as_it_is(
 
 def as_compiled(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> Moved:
     """Counts a compiled block in bf16, with a micro-batch of `tokens`, (B, T)."""
-    passes = count_compiled(config, layer, tokens)
+    block = count_compiled(config, layer, tokens)
+    passes = (block.forward, block.backward)
     numbers, sizes = zip(*(each.total(products=False) for each in passes), strict=True)
     return Moved(sum(numbers), sum(sizes) / tokens[0] / tokens[1] / 1e3)
 
 
-def count_compiled(
-    config: ModelConfig, layer: int, tokens: tuple[int, int]
-) -> tuple[Kernels, Kernels]:
-    """Counts the kernels of a compiled block in bf16 in a forward and a backward pass.
+class Compiled(NamedTuple):
+    """Counts of the graphs of a compiled block.
 
-    Those of inductor are named "fused"; the recurrence is "wkv7" and "wkv7_backward", as in
+    Kernels of inductor are named "fused"; the recurrence is "wkv7" and "wkv7_backward", as in
     `count_block`.
     """
-    forward, backward = _graphs(config, layer, tokens, _scheduled)
-    return forward, backward
+
+    forward: Kernels
+    backward: Kernels
+    saved: int  # bytes for the backward pass, but for parameters and v_first, which others hold
 
 
-def count_saved(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> int:
-    """Counts the bytes that a compiled block in bf16 saves for its backward pass.
-
-    Parameters and v_first, which other blocks hold, are left out.
-    """
-    return _graphs(config, layer, tokens, _saved)[0]
-
-
-def _graphs(
-    config: ModelConfig,
-    layer: int,
-    tokens: tuple[int, int],
-    read: Callable[[torch.fx.GraphModule, Sequence[Tensor]], T],
-) -> list[T]:
-    """Reads something off the forward and the backward graph of a compiled block."""
-    found: list[T] = []
+def count_compiled(config: ModelConfig, layer: int, tokens: tuple[int, int]) -> Compiled:
+    """Counts a compiled block in bf16 over a forward and a backward pass."""
+    passes: list[Kernels] = []
+    saved: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -93,7 +80,8 @@ def _graphs(
     def reading(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **_: Any) -> Any:
         from torch._functorch._aot_autograd.utils import make_boxed_func
 
-        found.append(read(graph, inputs))
+        saved.append(_saved(graph))  # before the scheduler rewrites the graph
+        passes.append(_scheduled(graph, inputs))
         results = graph.graph.find_nodes(op="output")[0].args[0]
         return make_boxed_func(lambda *_: [_unwritten(each) for each in results])
 
@@ -103,10 +91,11 @@ def _graphs(
     x, made, statistics = run(block, *given, None)
     outputs = [each for each in (x, made, statistics) if each is not None and each.requires_grad]
     torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
-    return found
+    forward, backward = passes
+    return Compiled(forward, backward, saved[0])
 
 
-def _saved(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> int:
+def _saved(module: torch.fx.GraphModule) -> int:
     """Bytes of a forward graph's results, with its residual stream in place of the block's output.
 
     Both are as large; what other results repeat, or the caller holds already, is not counted.
