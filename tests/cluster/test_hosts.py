@@ -15,16 +15,16 @@ import pytest
 
 from cdrmix.checkpoint import store
 from cdrmix.monitoring.sinks import read_metrics
+from tests.cluster.conftest import STEPS
 from tests.cluster.host_lab import HostLab, host_lab
 from tests.cluster.supervised_launch import SupervisedLaunch
 from tests.equal_runs import assert_equal_runs
-from tests.harness import ROOT, run_ranks
-from tests.small_run import arguments, overrides, start
+from tests.harness import ROOT
+from tests.small_run import arguments, overrides
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 DEADLINE_SECONDS = 12
-STEPS = 60
 TOKENS_PER_STEP = 8 * 64  # the global batch is the same on one rank as on two
 SETTINGS = (
     "checkpoint.every_steps=10",
@@ -71,7 +71,7 @@ def hosts_of_starts(run_dir: Path) -> list[list[str]]:
 
 
 def test_a_host_that_loses_power_and_comes_back_takes_part_again(
-    hosts: HostLab, small_corpus: Path, run_dir: Path, tmp_path: Path
+    hosts: HostLab, uninterrupted: Path, small_corpus: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     run = arguments(small_corpus, None, *overrides(SETTINGS))
     flags = [*run, "--hostfile", str(hosts.hostfile(tmp_path / "hosts"))]
@@ -82,8 +82,6 @@ def test_a_host_that_loses_power_and_comes_back_takes_part_again(
         assert launch.wait() == 0, launch.output
     assert "rank 1 on cdrmix-b" in (run_dir / "train.log").read_text()
     assert hosts_of_starts(run_dir) == [["cdrmix-a", "cdrmix-b"]] * 2
-    uninterrupted = tmp_path / "uninterrupted"
-    assert run_ranks(start, 2, [*run, "--run-dir", str(uninterrupted)]) == [0, 0]
     assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 

@@ -14,28 +14,20 @@ import pytest
 
 from cdrmix.checkpoint import store
 from cdrmix.monitoring.sinks import read_metrics
+from tests.cluster.conftest import STEPS
 from tests.cluster.supervised_launch import SupervisedLaunch, launch_beside
 from tests.equal_runs import assert_equal_runs
-from tests.harness import run_ranks
+from tests.harness import ROOT, run_ranks
 from tests.small_run import arguments, overrides, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-STEPS = 60
 SETTINGS = ("checkpoint.every_steps=10", "evaluation.every_steps=null")
 
 
 def run_flags(data: Path, *settings: str) -> list[str]:
     """Flags of a run of STEPS steps, without a run directory."""
     return arguments(data, None, *overrides([*SETTINGS, *settings]), "--max-steps", str(STEPS))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of an uninterrupted run on two ranks."""
-    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    assert run_ranks(start, 2, [*run_flags(small_corpus), "--run-dir", str(run_dir)]) == [0, 0]
-    return run_dir
 
 
 def logged(run_dir: Path) -> list[dict[str, float]]:
@@ -84,8 +76,11 @@ def test_an_error_of_the_users_is_not_tried_again(small_corpus: Path, run_dir: P
 
 
 def test_two_jobs_on_one_run_directory_do_not_meet(small_corpus: Path, run_dir: Path) -> None:
-    # the first one lasts until the second has been refused, however slow the machine is
-    flags = ["--nproc", "1", *run_flags(small_corpus), "--max-steps", "1000000"]
+    # the first one lasts until the second has been refused, however slow the machine is, and
+    # leaves it the CPU meanwhile
+    resting = "hooks=[{use: 'tests.noting_hooks:Resting', options: {seconds: 0.5}}]"
+    run = run_flags(small_corpus, resting, f"launch.environment.PYTHONPATH={ROOT}")
+    flags = ["--nproc", "1", *run, "--max-steps", "1000000"]
     with SupervisedLaunch(run_dir, flags) as first:
         first.wait_until(lambda: len(logged(run_dir)) >= 1)
         second = launch_beside(run_dir, [*flags, "--resume", "auto"])

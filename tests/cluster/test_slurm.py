@@ -16,6 +16,7 @@ from cdrmix.checkpoint import store
 from cdrmix.config.load import load_config
 from cdrmix.config.yaml_text import dump_yaml
 from tests import small_reasoning_run
+from tests.cluster.conftest import STEPS
 from tests.cluster.slurm_lab import SlurmLab, slurm_lab
 from tests.equal_runs import assert_equal_runs
 from tests.harness import ROOT, run_ranks
@@ -23,7 +24,6 @@ from tests.small_run import CONFIG, SMALL, arguments, overrides, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-STEPS = 60
 SETTINGS = (
     "checkpoint.every_steps=1000",
     "evaluation.every_steps=null",
@@ -39,15 +39,6 @@ SETTINGS = (
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
     with slurm_lab(tmp_path_factory.mktemp("slurm"), binds_tasks=True) as lab:
         yield lab
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of an uninterrupted run on two ranks."""
-    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    flags = arguments(small_corpus, run_dir, *overrides(SETTINGS))
-    assert run_ranks(start, 2, flags) == [0, 0]
-    return run_dir
 
 
 def submit(slurm: SlurmLab, run: Sequence[str], *flags: str, cores: int = 2) -> str:
