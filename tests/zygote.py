@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import operator
 import os
@@ -31,11 +32,13 @@ _PRELOADED = (
     "launch.train",
     "cdrmix.sessions.session",  # before DeepSpeed, which it imports without MLflow
     "deepspeed",
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
+    "encodings.idna",
     "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "psutil",
@@ -45,8 +48,13 @@ _PRELOADED = (
     "setuptools",
     "tiktoken",
     "tokenizers",
+    "torch.profiler._cupti_monitor",
     "yaml",
+    "cdrmix.models.mamba",
     "cdrmix.monitoring.report",
+    "cdrmix.monitoring.stage_b_page",
+    "cdrmix.planning.blocks.rwkv",
+    "cdrmix.stage_b.stage_b_session",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed
 # A killed process closes its sockets, which others see, before it is gone.
@@ -65,11 +73,17 @@ def serve(requests: Connection) -> None:
     """Answer requests until the test process closes its end."""
     _die_with_parent()
     _preload(_PRELOADED)
-    _compile_templates()
+    _prepare()
+    # Collections in a rank pass over what is imported, and so copy none of its pages: that takes a
+    # tenth of the CPU time of short runs.
+    gc.freeze()
     with contextlib.suppress(EOFError):
         while True:
             request = pickle.loads(requests.recv_bytes())
-            _preload(request.preloaded)
+            missing = {request.module, *request.preloaded} - sys.modules.keys()
+            if missing:
+                _preload(sorted(missing))
+                gc.freeze()
             requests.send_bytes(pickle.dumps(_run(request, requests)))
 
 
@@ -80,10 +94,13 @@ def _preload(modules: Sequence[str]) -> None:
     assert num_threads == 1, f"an import started {num_threads - 1} threads: forks would lack them"
 
 
-def _compile_templates() -> None:
-    """Compile the pages' templates once: for the report of a short run that takes .3 s of CPU."""
+def _prepare() -> None:
+    """Do once what each rank would do again: compile the pages' templates, which for the report of
+    a short run takes .3 s of CPU, and ask git for the commit."""
     from cdrmix.monitoring import page
+    from cdrmix.runtime import hardware
 
+    hardware.package_commit()
     for name in page._environment.list_templates(extensions=["html"]):
         page._environment.get_template(name)
 

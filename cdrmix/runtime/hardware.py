@@ -4,6 +4,7 @@ states of this process are plain JSON: no pickle, so that reading one runs no co
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import platform
@@ -219,7 +220,7 @@ def describe_environment() -> dict[str, Any]:
     """Versions and devices of this run, for environment.json. Never variables or host secrets."""
     facts: dict[str, Any] = {
         "cdrmix": __version__,
-        "commit": _commit(),
+        "commit": package_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version(name) for name in _PACKAGES},
@@ -242,8 +243,10 @@ def describe_environment() -> dict[str, Any]:
     return facts
 
 
-def _commit() -> str | None:
-    """Git commit of this package's checkout, with `-dirty` if files were changed; None without."""
+@functools.cache
+def package_commit() -> str | None:
+    """Git commit of this package's checkout, with `-dirty` if files were changed, as they are when
+    a process first asks for it; None without."""
     root = Path(__file__).resolve().parents[2]
     # an installed package may lie inside the repository of something else
     if not (root / ".git").exists():
