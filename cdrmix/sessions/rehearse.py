@@ -43,13 +43,16 @@ _TEXT = ("asyncio", "email", "json", "logging", "unittest")
 TOLERANCE = 1e-5  # relative, of float32 metrics whose sums are taken in another order
 _LEAST = 1e-2  # metrics of Stage B below this are compared as if as large: some should be zero
 _SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
-# Imported once by the server that the ranks are forked from. DeepSpeed imports the last three
-# inside initialize(), which would cost each rank seconds.
+# Imported once by the server that the ranks are forked from. DeepSpeed imports its three inside
+# initialize(), and the report needs the last three: they would cost each world seconds.
 _PRELOADED = [
     "cdrmix.sessions.session",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.ops.op_builder.all_ops",
+    "cdrmix.monitoring.report",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
 ]
 _OUTPUT_SHOWN_LINES = 25
 
