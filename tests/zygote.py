@@ -24,8 +24,9 @@ from typing import IO, NoReturn
 
 from tests.harness import Outcome, Request, rank_environment, reserved_port, tail
 
-# Modules that the ranks of tests import. torch imports its compiler only with the first optimizer,
-# DeepSpeed some of itself inside initialize(): with our own, 3 s of CPU that each rank would pay.
+# Modules that the ranks of tests import, but for those of Stage B, which a run without it must not
+# import. torch imports its compiler only with the first optimizer, DeepSpeed some of itself inside
+# initialize(): with our own, 3 s of CPU that each rank would pay.
 _PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -52,9 +53,7 @@ _PRELOADED = (
     "yaml",
     "cdrmix.models.mamba",
     "cdrmix.monitoring.report",
-    "cdrmix.monitoring.stage_b_page",
     "cdrmix.planning.blocks.rwkv",
-    "cdrmix.stage_b.stage_b_session",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed
 # A killed process closes its sockets, which others see, before it is gone.
@@ -80,9 +79,8 @@ def serve(requests: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             request = pickle.loads(requests.recv_bytes())
-            missing = {request.module, *request.preloaded} - sys.modules.keys()
-            if missing:
-                _preload(sorted(missing))
+            if request.preloaded:
+                _preload(request.preloaded)
                 gc.freeze()
             requests.send_bytes(pickle.dumps(_run(request, requests)))
 
