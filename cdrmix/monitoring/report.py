@@ -90,7 +90,7 @@ def read_run(run_dir: Path, metrics: MetricColumns | None = None) -> RecordedRun
     snapshot = run_dir / "config_snapshot.yaml"
     try:
         config_text = snapshot.read_text(encoding="utf-8")
-        values = yaml.load(config_text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        values = yaml.safe_load(config_text)
         config = Config.model_validate(values)
         public_values = redacted(values)  # a snapshot of an earlier version holds secrets
         if public_values != values:
