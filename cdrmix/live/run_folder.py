@@ -40,6 +40,8 @@ _MOST_BYTES = 2**26  # of a small file
 _LOG_BYTES = 2**16  # at the end of train.log
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) (.*)")
 _DEEPEST = 4  # folders below the one that holds runs
+# characters: libyaml's parser ends the process with a segmentation fault at 32,000 nested brackets
+_MOST_FOR_LIBYAML = 2**13
 _MOST_FOLDERS = 20_000  # looked into for runs
 
 
@@ -217,7 +219,8 @@ def _json_object(text: str) -> Mapping[str, Any]:
 
 def _yaml_object(text: str) -> Mapping[str, Any]:
     with contextlib.suppress(yaml.YAMLError, RecursionError, AttributeError, TypeError, ValueError):
-        content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        content = yaml.load(text, fast if len(text) <= _MOST_FOR_LIBYAML else yaml.SafeLoader)
         if isinstance(content, dict):
             return redacted(content)
     return {}

@@ -231,6 +231,13 @@ def test_damaged_files_are_as_if_they_were_not_there(run, name, content):
     assert status(run).step == 1
 
 
+@pytest.mark.parametrize("count", [1_000, 100_000])
+@pytest.mark.parametrize("opening", ["[", "- "])
+def test_a_configuration_nested_without_end_ends_no_page(run, opening, count):
+    (run.path / "config_snapshot.yaml").write_text(f"a:\n {opening * count}")
+    assert RunFolder(run.path).values.keys() <= {"a"}
+
+
 def test_texts_of_a_run_command_no_terminal():
     assert plain("a\x1b[31mb\x9bc\u202ed\n") == "a\ufffd[31mb\ufffdc\ufffdd\ufffd"
 
