@@ -10,9 +10,9 @@ on every stage and does the same there, including the choices of an agent.
               ignored; gradients go from stage to stage; the first one broadcasts the gradient
               of its blocks' input, which every stage computed alike
 
-The rows of a call go through the stages in pieces, so that stages compute at the same time.
-Autograd runs what was computed last first: backward, pieces follow each other the other way round,
-on all stages alike.
+The rows of a call go through the stages in pieces, so that stages compute at the same time, and a
+piece is sent while its stage computes the next one. Autograd runs what was computed last first:
+backward, pieces follow each other the other way round, on all stages alike.
 
 A backward pass exchanges what its forward pass did, in reverse. A ticket, zero, goes into each
 call and comes out of it, and the last one into the loss, so that autograd runs through every call
@@ -56,6 +56,7 @@ class FrozenStages(Backbone):
         self.topology = topology
         self.layers = layers
         self.rows: slice | None = None  # of the call, which its blocks compute now
+        self._sending = _Sending()
         self._ticket: Tensor | None = None
         self._learns_inside = False
 
@@ -70,7 +71,7 @@ class FrozenStages(Backbone):
             ticket = self._ticket
         rows, tokens = input_ids.shape
         pieces = pieces_of_rows(rows, tokens, self.topology.degrees.pipeline)
-        entering = _Enter.apply(x, ticket, self.topology)
+        entering = _Enter.apply(x, ticket, self.topology, self._sending)
         sizes = [piece.stop - piece.start for piece in pieces]
         left = []
         states = []
@@ -79,6 +80,7 @@ class FrozenStages(Backbone):
             leaving, after = self._run(embedded, part(context, piece))
             left.append(leaving)
             states.append(after)
+        self._sending.wait()
         hidden, ticket = _Share.apply(torch.cat(left), self.topology)
         assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
         if learns:
@@ -92,7 +94,8 @@ class FrozenStages(Backbone):
         # residual stream, and v_first once a stage before has made it, both [b, T, D]
         v_first_arrives = is_v_first_made(self.config, self.layers.start)
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
-        arrived = _Arrive.apply(x, self.topology, exchange.num_elements(parts, x.dtype))
+        size = exchange.num_elements(parts, x.dtype)
+        arrived = _Arrive.apply(x, self.topology, size, self._sending)
         first = self.topology.is_first_stage
         entered = [arrived] if first else list(exchange.unpack(arrived, parts))
         v_first = entered[1] if v_first_arrives else None
@@ -102,7 +105,7 @@ class FrozenStages(Backbone):
             leaving = self.final_norm(out)
         else:
             leaving = exchange.pack(*([out] if v_first is None else [out, v_first]))
-        return _Leave.apply(leaving, self.topology, x.shape), after
+        return _Leave.apply(leaving, self.topology, x.shape, self._sending), after
 
 
 def rows_that_run(backbone: Backbone) -> slice | None:
@@ -150,6 +153,30 @@ def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
     return total / number.detach()
 
 
+class _Sending:
+    """One piece on its way to another stage while the next one is computed.
+
+    A send that waited for its receiver would keep the stages in step, and each of them would take
+    as long as the slower one with every piece.
+    """
+
+    def __init__(self) -> None:
+        self._piece: tuple[torch.distributed.Work, Tensor] | None = None
+
+    def send(self, piece: Tensor, rank: int) -> None:
+        """Begins to send a piece once the one before has left."""
+        self.wait()
+        work = torch.distributed.isend(piece, rank)
+        assert work is not None, "both ranks are of the pipeline"
+        self._piece = work, piece  # its memory is not used again before it has left
+
+    def wait(self) -> None:
+        """Waits until nothing is on its way."""
+        if self._piece is not None:
+            self._piece[0].wait()
+            self._piece = None
+
+
 class _Issue(torch.autograd.Function):
     """Ticket that depends on a parameter, as autograd visits only nodes that lead to one."""
 
@@ -166,28 +193,35 @@ class _Enter(torch.autograd.Function):
     """Embedded tokens of a call, whose gradient comes from the first stage."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ticket: Tensor, topology: Topology) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, ticket: Tensor, topology: Topology, sending: _Sending
+    ) -> Tensor:
         ctx.topology = topology
+        ctx.sending = sending
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
+        ctx.sending.wait()
         ticket = grad.new_zeros((), dtype=torch.float32)
         if not ctx.needs_input_grad[0]:  # alike on all stages
-            return None, ticket, None
+            return None, ticket, None, None
         # after all pieces: the first stage has its gradients last
         entered = grad.contiguous()
         torch.distributed.broadcast(entered, src=topology.rank_at(0), group=topology.pipeline_group)
-        return entered, ticket, None
+        return entered, ticket, None, None
 
 
 class _Arrive(torch.autograd.Function):
     """Input of a stage's blocks: embedded tokens, or the flat tensor of the stage before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topology: Topology, num_elements: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, topology: Topology, num_elements: int, sending: _Sending
+    ) -> Tensor:
         ctx.topology = topology
+        ctx.sending = sending
         ctx.shape = x.shape
         if topology.is_first_stage:
             return x.view_as(x)
@@ -199,34 +233,36 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
         if topology.is_first_stage:
-            return grad, None, None
+            return grad, None, None, None
         # a send takes memory as it lies; a gradient may be expanded
-        torch.distributed.send(grad.contiguous(), topology.rank_at(topology.stage - 1))
-        return grad.new_zeros(ctx.shape), None, None  # the first stage's counts
+        ctx.sending.send(grad.contiguous(), topology.rank_at(topology.stage - 1))
+        return grad.new_zeros(ctx.shape), None, None, None  # the first stage's counts
 
 
 class _Leave(torch.autograd.Function):
     """Hidden states of the last stage; of others, room for them."""
 
     @staticmethod
-    def forward(ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size) -> Tensor:
+    def forward(
+        ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size, sending: _Sending
+    ) -> Tensor:
         ctx.topology = topology
         ctx.shape = leaving.shape
         if topology.is_last_stage:
             return leaving.view_as(leaving)
-        torch.distributed.send(leaving, topology.rank_at(topology.stage + 1))
+        sending.send(leaving.detach(), topology.rank_at(topology.stage + 1))
         return leaving.new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
         if topology.is_last_stage:
-            return grad, None, None
+            return grad, None, None, None
         # this stage's own `grad` equals the last stage's, which counts; what its blocks need is the
         # gradient of the flat tensor that they sent on
         arrived = grad.new_empty(ctx.shape)
         torch.distributed.recv(arrived, topology.rank_at(topology.stage + 1))
-        return arrived, None, None
+        return arrived, None, None, None
 
 
 class _Share(torch.autograd.Function):
