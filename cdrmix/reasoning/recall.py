@@ -1,8 +1,9 @@
 """Task `recall`, made from text of a corpus without labels: a word that is missing from a sentence.
 
 The word is rare in the text, and its earlier uses stand at least a window before the sentence: to
-know it, a reader must have remembered one. There is no evidence: which segment helps is learned
-from the reader's own answers (`stage_b/likelihood.py`).
+know it, a reader must have remembered one. Beside one of them stands a word that stands beside it
+in the sentence, too, and is as rare: it tells which of the words of a segment is the missing one.
+Both there are the evidence, a label that the text itself gives.
 """
 
 # n samples of T + 1 tokens
@@ -12,7 +13,8 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +27,28 @@ from cdrmix.reasoning.tasks import RECALL, Example
 # Shorter texts have no window before the last.
 LEAST_LENGTH_RATIO = 2
 # Places of the corpus that are searched for a sentence: the text of many has none.
-_TRIES = 12
+_TRIES = 24
 # Most uses of the word before the sentence: what comes more often can be guessed.
 _MOST_USES = 3
 _LEAST_WORDS = 5  # of the sentence
+_BESIDE = 2  # words before a word, and after it, that stand beside it
 # Of long sentences; a third of a window at most, so that segments have room beside it.
 _MOST_QUESTION_TOKENS = 48
 _PLACES = 16  # sentences of a stretch of text that are looked at
 _BLANK = "____"
 _SENTENCE = re.compile(r"[^.?!\n]+[.?!]*\s*|[.?!\n]+\s*")
 _WORD = re.compile(r"\w+")
-_Rank = tuple[bool, int, int]  # smaller is better
+
+
+class _Missing(NamedTuple):
+    """A word of a sentence that may be asked for; smaller is better."""
+
+    untold: int  # minus the number of rare words that stand beside it in the evidence, too
+    is_common: bool  # neither a number nor a name
+    num_uses: int  # in the text before
+    shortness: int  # minus the number of its tokens: of more, it is rarer in the corpus
+    word: str
+    evidence: str  # a use in the text, with the rare words beside it
 
 
 class Samples(NamedTuple):
@@ -73,9 +86,9 @@ def recall(
             if found is not None:
                 return found
     raise DataError(
-        f"{RECALL}: no word of the corpus comes back a window of {window_tokens} tokens later in "
-        f"{length_ratio} windows of text, at {_TRIES} places. Try a longer length_ratio, or a "
-        "corpus of longer documents"
+        f"{RECALL}: no rare word of the corpus comes back beside another one a window of "
+        f"{window_tokens} tokens later in {length_ratio} windows of text, at {_TRIES} places. Try "
+        "a longer length_ratio, or a corpus of longer documents"
     )
 
 
@@ -112,31 +125,31 @@ def _find(
     window_tokens: int,
     answer_tokens: int,
 ) -> Example | None:
-    """An example from the sentence with the rarest word of some; None if none has one."""
+    """An example from the sentence with the best word of some; None if none has one."""
     before = 0
     places = []
     for place, (_, size) in enumerate(sentences):
         if before >= (length_ratio - 1) * window_tokens:
             places.append(place)
         before += size
-    # The word of the best rank of some places: there is nearly always one, but seldom a rare one.
-    best: tuple[_Rank, Example] | None = None
+    best: tuple[_Missing, Example] | None = None
     for place in rng.sample(places, min(_PLACES, len(places))):
         start, near = _text_before(sentences, place, length_ratio, window_tokens)
         sentence = " ".join(sentences[place][0].split())
-        far_text, near_text = (
-            "".join(each for each, _ in sentences[begin:end])
+        far, near_by = (
+            [each for each, _ in sentences[begin:end]]
             for begin, end in ((start, near), (near, place))
         )
-        missing = _missing(sentence, far_text, near_text, tokenizer)
-        if missing is None or (best is not None and best[0] <= missing[0]):
+        missing = _missing(sentence, far, near_by, tokenizer)
+        if missing is None or (best is not None and best[0] <= missing):
             continue
-        rank, word = missing
-        question = f"Which word is missing: {sentence.replace(word, _BLANK, 1)}?"
+        question = f"Which word is missing: {sentence.replace(missing.word, _BLANK, 1)}?"
         fits = len(tokenizer.encode(question)) <= min(window_tokens // 3, _MOST_QUESTION_TOKENS)
-        if fits and len(tokenizer.encode(word)) < answer_tokens:
-            text = (far_text + near_text).strip()
-            best = rank, Example(RECALL, length_ratio, text, question, (word,), "any")
+        if fits and len(tokenizer.encode(missing.word)) < answer_tokens:
+            text = "".join((*far, *near_by)).strip()
+            answers, evidence = (missing.word,), (missing.evidence,)
+            example = Example(RECALL, length_ratio, text, question, answers, "any", evidence)
+            best = missing, example
     return None if best is None else best[1]
 
 
@@ -155,18 +168,20 @@ def _text_before(
     return start, near
 
 
-def _missing(sentence: str, far: str, near: str, tokenizer: Tokenizer) -> tuple[_Rank, str] | None:
-    """The rarest word of a sentence that the text before it has far away alone, with its rank; None
-    if there is none. Numbers and names go before other words."""
+def _missing(
+    sentence: str, far: Sequence[str], near: Sequence[str], tokenizer: Tokenizer
+) -> _Missing | None:
+    """The best word of a sentence that the text before it has far away alone, and that a word
+    beside it tells; None if there is none. `far` and `near` are sentences."""
     words = _WORD.findall(sentence)
     if len(words) < _LEAST_WORDS:
         return None
-    here, far_uses, near_uses = (
-        Counter(_WORD.findall(each.lower())) for each in (sentence, far, near)
-    )
+    lowered = [word.lower() for word in words]
+    far_words, near_words = ([_lowered(each) for each in text] for text in (far, near))
+    here = Counter(lowered)
+    far_uses, near_uses = (Counter(chain(*text)) for text in (far_words, near_words))
     found = []
-    for word in words:
-        lower = word.lower()
+    for place, (word, lower) in enumerate(zip(words, lowered, strict=True)):
         is_far = 1 <= far_uses[lower] <= _MOST_USES and not near_uses[lower]
         # A word that is part of another one of the sentence cannot be left out by itself.
         if not is_far or here[lower] > 1 or sentence.count(word) > 1:
@@ -174,6 +189,37 @@ def _missing(sentence: str, far: str, near: str, tokenizer: Tokenizer) -> tuple[
         is_name = word[0].isdigit() or (word[0].isupper() and word != words[0])
         # The tokenizer's pieces tell how rare a word is in the corpus that it was trained on.
         pieces = len(tokenizer.encode(f" {word}"))
-        if pieces > 1 or (is_name and len(word) > 1):
-            found.append(((not is_name, far_uses[lower], -pieces), word))
+        if pieces == 1 and (not is_name or len(word) == 1):
+            continue
+        beside = {lowered[each] for each in _beside(lowered, place)}
+        rare = {each for each in beside if far_uses[each] + near_uses[each] <= _MOST_USES}
+        told, evidence = max(
+            _told(far[number], uses, use, rare)
+            for number, uses in enumerate(far_words)
+            for use, each in enumerate(uses)
+            if each == lower
+        )
+        if told:
+            found.append(_Missing(-told, not is_name, far_uses[lower], -pieces, word, evidence))
     return min(found, default=None)
+
+
+def _told(sentence: str, words: Sequence[str], use: int, rare: Set[str]) -> tuple[int, str]:
+    """Number of the rare words that stand beside a use of a word, and the part of its sentence with
+    both; `words` are the sentence's."""
+    places = [place for place in _beside(words, use) if words[place] in rare]
+    if not places:
+        return 0, ""
+    matches = list(_WORD.finditer(sentence))
+    start, end = matches[min(use, *places)].start(), matches[max(use, *places)].end()
+    return len({words[place] for place in places}), sentence[start:end]
+
+
+def _lowered(sentence: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(sentence)]
+
+
+def _beside(words: Sequence[str], place: int) -> list[int]:
+    """Places of the words that stand beside the one at a place."""
+    near = range(max(0, place - _BESIDE), min(place + _BESIDE + 1, len(words)))
+    return [each for each in near if each != place]

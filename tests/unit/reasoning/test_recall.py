@@ -20,12 +20,9 @@ LENGTH = 50  # of a sample
 
 
 def prose() -> str:
-    """A text in which each place is named twice, far apart."""
-    places = [
-        f"{first}{second}"
-        for first in ("Bal", "Ven")
-        for second in ("dor", "kany", "micht", "nosk")
-    ]
+    """A text in which pairs of names come back after a window and more, up to three times in eight
+    windows."""
+    names = [first + last for first in ("Bal", "Ven", "Tyl") for last in ("dor", "kan", "mi", "no")]
     filler = [
         "The rain fell on the long road.",
         "Nobody came to the old house.",
@@ -33,9 +30,8 @@ def prose() -> str:
     ]
     lines = []
     for turn in range(40):
-        order = places[turn % 7 :] + places[: turn % 7]
-        for number, place in enumerate(order):
-            lines.append(f"In the morning they saw {place} from the hill.")
+        for number in range(0, len(names), 2):
+            lines.append(f"They saw {names[number]} {names[number + 1]} from the hill.")
             lines.append(filler[(number + turn) % 3])
     return " ".join(lines)
 
@@ -44,7 +40,7 @@ def prose() -> str:
 def made() -> tuple[Tokenizer, Samples]:
     with tempfile.TemporaryDirectory() as folder:
         # All words but the names, which have several pieces.
-        text = "Which word is missing: ____ In the morning they saw it from the hill. "
+        text = "Which word is missing: ____ They saw it from the hill. In the morning they came. "
         text += "The rain fell on the long road. Nobody came to the old house. They ate bread. "
         (Path(folder) / TOKENIZER_FILE).write_text(train_tokenizer([text * 50], 400).to_str())
         tokenizer = load_tokenizer(Path(folder))
@@ -83,7 +79,11 @@ def test_the_word_stands_a_window_or_more_before_the_question(
         assert len(ids) <= 8 * WINDOW + 8
         assert word in re.findall(r"\w+", example.text), "an earlier use is to be remembered"
         assert word.lower() not in tokenizer.decode(ids[-WINDOW:]).lower()
-        assert score(example, word) == 1 and not example.evidence
+        assert score(example, word) == 1
+        (evidence,) = example.evidence
+        assert evidence in example.text and word in evidence
+        others = set(re.findall(r"\w+", evidence)) - {word}
+        assert others & set(re.findall(r"\w+", example.question)), "a word that tells it"
 
 
 def test_equal_numbers_give_equal_examples_and_others_do_not(
@@ -94,7 +94,7 @@ def test_equal_numbers_give_equal_examples_and_others_do_not(
 
 
 def test_a_text_without_a_window_before_the_last_has_none(made: tuple[Tokenizer, Samples]) -> None:
-    with pytest.raises(DataError, match="recall: no word of the corpus comes back a window of 64"):
+    with pytest.raises(DataError, match="recall: no rare word .* a window of 64"):
         make(made, 0, ratio=1)
 
 
@@ -118,8 +118,13 @@ def test_lessons_train_on_the_corpus_and_the_suite_reads_what_is_held_out(
     )
     lesson = lessons.lesson("memory", 0)
     assert [example.task for example in lesson.examples] == ["recall", "logic"] * 2
-    assert [bool(options) for options in lesson.candidates] == [True, False] * 2
     assert set(read) == {"train"}
+    for row in (0, 2):  # what is to be fetched is labelled
+        places = lesson.evidence[row]
+        assert places and not lesson.candidates[row]
+        lengths = lesson.texts.lengths[row]
+        held = [lesson.texts.tokens[row, each, : lengths[each]].tolist() for each in places]
+        assert lesson.examples[row].evidence[0] in "".join(map(tokenizer.decode, held))
     read.clear()
     examples = suite(lessons, ["recall"], length_ratios=(1, 4), num_examples=2)
     assert [example.length_ratio for example in examples] == [4, 4] and set(read) == {"held out"}
@@ -130,8 +135,22 @@ def test_lessons_train_on_the_corpus_and_the_suite_reads_what_is_held_out(
 def test_a_word_of_the_last_window_is_not_asked_for(made: tuple[Tokenizer, Samples]) -> None:
     tokenizer, _ = made
     sentence = "In the morning they saw Baldor from the hill."
-    missing = _missing(sentence, "It is Baldor.", "Nobody came.", tokenizer)
-    assert missing is not None and missing[1] == "Baldor"
-    assert _missing(sentence, "It is Baldor.", "Nobody came to baldor.", tokenizer) is None
-    assert _missing(sentence, "It is far.", "Nobody came.", tokenizer) is None
-    assert _missing(sentence, "Baldor. " * 4, "Nobody came.", tokenizer) is None, "not rare"
+    far = ["It is far from Baldor."]
+    missing = _missing(sentence, far, ["Nobody came."], tokenizer)
+    assert missing is not None and missing.word == "Baldor"
+    assert _missing(sentence, far, ["Nobody came to baldor."], tokenizer) is None
+    assert _missing(sentence, ["It is far."], ["Nobody came."], tokenizer) is None
+    assert _missing(sentence, far * 4, ["Nobody came."], tokenizer) is None, "not rare"
+
+
+def test_a_word_is_asked_for_if_a_rare_one_beside_it_tells_it(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    tokenizer, _ = made
+    sentence = "They ate with old Venkan near the Balmi road."
+    # Both names have been used, but beside Balmi alone stands a word that does so here.
+    far = ["Venkan came. ", "Balmi came. ", "Nobody saw the Balmi road. ", "They ate. "]
+    missing = _missing(sentence, far, ["It rained."], tokenizer)
+    assert missing is not None and (missing.word, missing.evidence) == ("Balmi", "the Balmi road")
+    # Words that are not rare tell nothing: they stand beside many others.
+    assert _missing(sentence, [*far, "The road. " * 3], ["It rained."], tokenizer) is None
