@@ -65,7 +65,7 @@ def run_stage(
                 runtime.together(partial(run.observer.write, run.step, line))
                 run.start_up.done("baseline")
             # Outside of the training loop nothing is unsaved: a signal may end the rank at once.
-            with run.requests.deferred():
+            with run.requests.deferred(), runtime.frozen_objects():
                 is_stopped = train(run)
             if is_stopped:
                 run.hooks.end("stopped")

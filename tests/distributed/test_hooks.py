@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections import Counter
@@ -48,7 +49,9 @@ def kept_of(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def count_collectives(argv: list[str]) -> tuple[int, Counter[str]]:
-    """What a rank does: exit code of a run, and collectives of a quiet step."""
+    """What a rank does: exit code of a run, and collectives of a quiet step. While it trains, the
+    garbage collector passes over what was there before."""
+    frozen = gc.get_freeze_count()
     counts: Counter[str] = Counter()
     noted: list[Counter[str]] = []
     for name in COLLECTIVES:
@@ -59,9 +62,15 @@ def count_collectives(argv: list[str]) -> tuple[int, Counter[str]]:
 
         do = getattr(torch.distributed, name)
         setattr(torch.distributed, name, lambda *a, _c=counted, _do=do, **k: _c(*a, _do=_do, **k))
+
+    def note() -> None:
+        assert gc.get_freeze_count() > frozen
+        noted.append(counts.copy())
+
     for step in QUIET:
-        before_step(step, lambda: noted.append(counts.copy()))
+        before_step(step, note)
     code = start(argv)
+    assert gc.get_freeze_count() == 0, "a second stage can free what the first has left"
     first, second = noted
     return code, second - first
 

@@ -87,18 +87,19 @@ def time_lessons(out: Path, rounds: int) -> int:
         "two stages, in pieces": (of_stages, IN_PIECES),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(1 + rounds):
-        for name, (course, fewest) in ways.items():
-            stage_b._PIECE_TOKENS = fewest
-            runtime.barrier()
-            began = time.perf_counter()
-            # the whole one is read by the first rank alone, as the other would share its caches
-            if course is of_stages or runtime.rank() == 0:
-                loss, _ = course.loss("joint", course.lesson("joint", turn))
-                loss.backward()
-            runtime.barrier()
-            if turn:  # the first warms up
-                seconds[name].append(time.perf_counter() - began)
+    with runtime.frozen_objects():
+        for turn in range(1 + rounds):
+            for name, (course, fewest) in ways.items():
+                stage_b._PIECE_TOKENS = fewest
+                runtime.barrier()
+                began = time.perf_counter()
+                # the whole one is read by the first rank alone, as the other would share its caches
+                if course is of_stages or runtime.rank() == 0:
+                    loss, _ = course.loss("joint", course.lesson("joint", turn))
+                    loss.backward()
+                runtime.barrier()
+                if turn:  # the first warms up
+                    seconds[name].append(time.perf_counter() - began)
     if runtime.rank() == 0:
         out.write_text(json.dumps(seconds), encoding="utf-8")
     runtime.destroy_distributed()

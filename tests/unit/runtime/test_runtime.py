@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -156,3 +158,21 @@ def test_cudnns_attention_comes_first_where_a_run_need_not_repeat(
         torch._C._set_sdp_priority_order(before)
     cudnn, flash = (int(each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
     assert first == (flash if deterministic else cudnn)
+
+
+def test_frozen_objects_are_not_visited_and_garbage_is_still_collected() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = Cycle()
+    kept = weakref.ref(before)
+    with runtime.frozen_objects():
+        num_visited = len(gc.get_objects())
+        freed = weakref.ref(Cycle())
+        del before
+        gc.collect()
+        assert freed() is None and kept() is not None
+    assert len(gc.get_objects()) > 10 * num_visited
+    gc.collect()
+    assert kept() is None
