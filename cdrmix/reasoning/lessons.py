@@ -235,7 +235,9 @@ class Lessons:
         tasks = self.training.tasks
         ratios = lengths or self.training.length_ratios
         task = tasks[number % len(tasks)]
-        shortest = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        # Of a text of several windows more words can be asked for than of two.
+        is_short = use != "policy" and task != RECALL
+        shortest = 1 if is_short else ratios[number // len(tasks) % len(ratios)]
         if use != "policy" and task in WHOLE_TEXT_TASKS:
             return self._shortest_example(task, f"{self.seed}/{use}", number)
         # the same task and not the next one, so that each keeps its share of the lessons
@@ -302,7 +304,8 @@ class Lessons:
     def _recall(self, seed: str, number: int, length_ratio: int) -> Example:
         """Makes an example of `recall`, for the evaluation from text that is held out."""
         samples = self.held_out
-        if not seed.endswith(EVALUATION) and self.rows is not None:
+        trains = not seed.endswith(EVALUATION)
+        if trains and self.rows is not None:
             samples = Samples(self.rows, self.num_rows)
         if samples is None:
             raise DataError(f"{RECALL}: is made from the corpus, and there is none here")
@@ -314,6 +317,7 @@ class Lessons:
             length_ratio=length_ratio,
             window_tokens=self.window_tokens,
             answer_tokens=self.training.answer_tokens,
+            swaps=trains,
         )
 
     def _unlabelled_windows(

@@ -14,6 +14,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -34,21 +35,9 @@ _LEAST_WORDS = 5  # of the sentence
 _BESIDE = 2  # words before a word, and after it, that stand beside it
 # Of long sentences; a third of a window at most, so that segments have room beside it.
 _MOST_QUESTION_TOKENS = 48
-_PLACES = 16  # sentences of a stretch of text that are looked at
 _BLANK = "____"
 _SENTENCE = re.compile(r"[^.?!\n]+[.?!]*\s*|[.?!\n]+\s*")
 _WORD = re.compile(r"\w+")
-
-
-class _Missing(NamedTuple):
-    """A word of a sentence that may be asked for; smaller is better."""
-
-    untold: int  # minus the number of rare words that stand beside it in the evidence, too
-    is_common: bool  # neither a number nor a name
-    num_uses: int  # in the text before
-    shortness: int  # minus the number of its tokens: of more, it is rarer in the corpus
-    word: str
-    evidence: str  # a use in the text, with the rare words beside it
 
 
 class Samples(NamedTuple):
@@ -67,6 +56,7 @@ def recall(
     length_ratio: int,
     window_tokens: int,
     answer_tokens: int,
+    swaps: bool = False,
 ) -> Example:
     """Makes example `number` from samples of a corpus; equal arguments give equal examples.
 
@@ -75,6 +65,9 @@ def recall(
         number, seed: of the example, and of all examples.
         length_ratio: longest text, in windows of `window_tokens`.
         answer_tokens: room for the answer and its stop.
+        swaps: puts another word of the corpus in the place of the missing one wherever the text has
+            it, so that nothing but the text tells it. Of a few million tokens a reader has soon
+            learned by heart which word is missing where.
     Raises:
         DataError: if no sentence was found, or a shard cannot be read.
     """
@@ -83,8 +76,12 @@ def recall(
         for _ in range(_TRIES):
             sentences = _stretch(samples, tokenizer, rng, (length_ratio + 1) * window_tokens)
             found = _find(sentences, tokenizer, rng, length_ratio, window_tokens, answer_tokens)
-            if found is not None:
-                return found
+            if found is None:
+                continue
+            other = None
+            if swaps:
+                other = _other_word(samples, tokenizer, rng, found, answer_tokens)
+            return found if other is None else _swapped(found, other)
     raise DataError(
         f"{RECALL}: no rare word of the corpus comes back beside another one a window of "
         f"{window_tokens} tokens later in {length_ratio} windows of text, at {_TRIES} places. Try "
@@ -125,32 +122,71 @@ def _find(
     window_tokens: int,
     answer_tokens: int,
 ) -> Example | None:
-    """An example from the sentence with the best word of some; None if none has one."""
+    """An example from a sentence with a word that may be asked for; None if none has one."""
     before = 0
     places = []
     for place, (_, size) in enumerate(sentences):
         if before >= (length_ratio - 1) * window_tokens:
             places.append(place)
         before += size
-    best: tuple[_Missing, Example] | None = None
-    for place in rng.sample(places, min(_PLACES, len(places))):
+    for place in rng.sample(places, len(places)):
         start, near = _text_before(sentences, place, length_ratio, window_tokens)
         sentence = " ".join(sentences[place][0].split())
         far, near_by = (
             [each for each, _ in sentences[begin:end]]
             for begin, end in ((start, near), (near, place))
         )
-        missing = _missing(sentence, far, near_by, tokenizer)
-        if missing is None or (best is not None and best[0] <= missing):
+        found = _missing(sentence, far, near_by, tokenizer)
+        if not found:
             continue
-        question = f"Which word is missing: {sentence.replace(missing.word, _BLANK, 1)}?"
-        fits = len(tokenizer.encode(question)) <= min(window_tokens // 3, _MOST_QUESTION_TOKENS)
-        if fits and len(tokenizer.encode(missing.word)) < answer_tokens:
+        # Any of them: of the best ones there are so few that a reader learns them by heart.
+        word, evidence = rng.choice(found)
+        most = min(window_tokens // 3, _MOST_QUESTION_TOKENS)
+        question = _question(sentence, word, tokenizer, most=most)
+        if question is not None and len(tokenizer.encode(word)) < answer_tokens:
             text = "".join((*far, *near_by)).strip()
-            answers, evidence = (missing.word,), (missing.evidence,)
-            example = Example(RECALL, length_ratio, text, question, answers, "any", evidence)
-            best = missing, example
-    return None if best is None else best[1]
+            return Example(RECALL, length_ratio, text, question, (word,), "any", (evidence,))
+    return None
+
+
+def _other_word(
+    samples: Samples, tokenizer: Tokenizer, rng: random.Random, example: Example, answer_tokens: int
+) -> str | None:
+    """A word of some sample that an example does not have; None if none was found."""
+    taken = {*_lowered(example.text), *_lowered(example.question)}
+    for _ in range(_TRIES):
+        row = samples.rows(np.array([rng.randrange(samples.num_rows)], dtype=np.int64))[0]
+        words = _WORD.findall(tokenizer.decode(row.tolist()))[1:-1]  # those at the ends may be cut
+        for word in rng.sample(words, len(words)):
+            if (
+                word.lower() not in taken
+                and not _is_common(word, tokenizer)
+                and len(tokenizer.encode(word)) < answer_tokens
+            ):
+                return word
+    return None
+
+
+def _swapped(example: Example, other: str) -> Example:
+    (word,) = example.answers
+    uses = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+    text, evidence = (uses.sub(lambda _: other, each) for each in (example.text, *example.evidence))
+    return replace(example, text=text, answers=(other,), evidence=(evidence,))
+
+
+def _question(sentence: str, word: str, tokenizer: Tokenizer, *, most: int) -> str | None:
+    """Asks for a word of a sentence, with as much of it around the word as `most` tokens hold; None
+    if they do not hold the words beside it."""
+    matches = list(_WORD.finditer(sentence))
+    place = next(place for place, each in enumerate(matches) if each.group() == word)
+    start, end = matches[place].span()
+    for reach in range(len(matches), _BESIDE - 1, -1):
+        first = matches[place - reach].start() if place >= reach else 0
+        last = matches[place + reach].end() if place + reach < len(matches) else len(sentence)
+        question = f"Which word is missing: {sentence[first:start]}{_BLANK}{sentence[end:last]}?"
+        if len(tokenizer.encode(question)) <= most:
+            return question
+    return None
 
 
 def _text_before(
@@ -170,12 +206,12 @@ def _text_before(
 
 def _missing(
     sentence: str, far: Sequence[str], near: Sequence[str], tokenizer: Tokenizer
-) -> _Missing | None:
-    """The best word of a sentence that the text before it has far away alone, and that a word
-    beside it tells; None if there is none. `far` and `near` are sentences."""
+) -> list[tuple[str, str]]:
+    """Rare words of a sentence that the text before it has far away alone, and that a word beside
+    them tells, each with its evidence. `far` and `near` are sentences."""
     words = _WORD.findall(sentence)
     if len(words) < _LEAST_WORDS:
-        return None
+        return []
     lowered = [word.lower() for word in words]
     far_words, near_words = ([_lowered(each) for each in text] for text in (far, near))
     here = Counter(lowered)
@@ -186,10 +222,7 @@ def _missing(
         # A word that is part of another one of the sentence cannot be left out by itself.
         if not is_far or here[lower] > 1 or sentence.count(word) > 1:
             continue
-        is_name = word[0].isdigit() or (word[0].isupper() and word != words[0])
-        # The tokenizer's pieces tell how rare a word is in the corpus that it was trained on.
-        pieces = len(tokenizer.encode(f" {word}"))
-        if pieces == 1 and (not is_name or len(word) == 1):
+        if _is_common(word, tokenizer):
             continue
         beside = {lowered[each] for each in _beside(lowered, place)}
         rare = {each for each in beside if far_uses[each] + near_uses[each] <= _MOST_USES}
@@ -200,8 +233,14 @@ def _missing(
             if each == lower
         )
         if told:
-            found.append(_Missing(-told, not is_name, far_uses[lower], -pieces, word, evidence))
-    return min(found, default=None)
+            found.append((word, evidence))
+    return found
+
+
+def _is_common(word: str, tokenizer: Tokenizer) -> bool:
+    """True if a word can be guessed: what is common in its corpus is one token of a tokenizer."""
+    is_one = len(tokenizer.encode(f" {word.lower()}")) == 1
+    return len(word) == 1 or (is_one and not word[0].isdigit())
 
 
 def _told(sentence: str, words: Sequence[str], use: int, rare: Set[str]) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """`recall`: tasks from plain text, whose answer stands a window or more before the question."""
 
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.recall import Samples, _missing, recall
+from cdrmix.reasoning.recall import Samples, _missing, _question, recall
 from cdrmix.reasoning.tasks import Example, score
 from cdrmix.stage_b.long_context import suite
 from tests.unit.reasoning.small_reader import small_config
@@ -21,18 +22,18 @@ LENGTH = 50  # of a sample
 
 def prose() -> str:
     """A text in which pairs of names come back after a window and more, up to three times in eight
-    windows."""
+    windows, among names that come once."""
     names = [first + last for first in ("Bal", "Ven", "Tyl") for last in ("dor", "kan", "mi", "no")]
-    filler = [
-        "The rain fell on the long road.",
-        "Nobody came to the old house.",
-        "They ate bread.",
-    ]
+    once = map(
+        "".join, itertools.product(("Gra", "Fel", "Os", "Ub"), ("dam", "lic"), *2 * ("pqrst",))
+    )
+    filler = ["The rain fell on the long road.", "They ate bread."]
     lines = []
     for turn in range(40):
         for number in range(0, len(names), 2):
             lines.append(f"They saw {names[number]} {names[number + 1]} from the hill.")
-            lines.append(filler[(number + turn) % 3])
+            other = (number // 2 + turn) % 3
+            lines.append(filler[other] if other < 2 else f"Nobody came to {next(once)}.")
     return " ".join(lines)
 
 
@@ -53,7 +54,14 @@ def made() -> tuple[Tokenizer, Samples]:
     return tokenizer, rows
 
 
-def make(made: tuple[Tokenizer, Samples], number: int, ratio: int = 8, seed: int = 0) -> Example:
+def make(
+    made: tuple[Tokenizer, Samples],
+    number: int,
+    ratio: int = 8,
+    seed: int = 0,
+    *,
+    swaps: bool = False,
+) -> Example:
     tokenizer, samples = made
     return recall(
         samples,
@@ -63,6 +71,7 @@ def make(made: tuple[Tokenizer, Samples], number: int, ratio: int = 8, seed: int
         length_ratio=ratio,
         window_tokens=WINDOW,
         answer_tokens=14,
+        swaps=swaps,
     )
 
 
@@ -132,15 +141,29 @@ def test_lessons_train_on_the_corpus_and_the_suite_reads_what_is_held_out(
     assert suite(bare, ["recall"], length_ratios=(4,), num_examples=2) == []
 
 
+def test_another_word_takes_the_place_of_the_missing_one_where_the_text_has_it(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    other = set()
+    for number in range(8):
+        plain, swapped = (make(made, number, swaps=swaps) for swaps in (False, True))
+        assert swapped.question == plain.question
+        (word,), (put) = plain.answers, swapped.answers[0]
+        other.add(put)
+        assert word not in re.findall(r"\w+", swapped.text) and put not in plain.text
+        assert swapped.text == re.sub(rf"\b{word}\b", put, plain.text)
+        assert swapped.evidence[0] in swapped.text and put in swapped.evidence[0]
+    assert len(other) > 1
+
+
 def test_a_word_of_the_last_window_is_not_asked_for(made: tuple[Tokenizer, Samples]) -> None:
     tokenizer, _ = made
     sentence = "In the morning they saw Baldor from the hill."
     far = ["It is far from Baldor."]
-    missing = _missing(sentence, far, ["Nobody came."], tokenizer)
-    assert missing is not None and missing.word == "Baldor"
-    assert _missing(sentence, far, ["Nobody came to baldor."], tokenizer) is None
-    assert _missing(sentence, ["It is far."], ["Nobody came."], tokenizer) is None
-    assert _missing(sentence, far * 4, ["Nobody came."], tokenizer) is None, "not rare"
+    assert _missing(sentence, far, ["Nobody came."], tokenizer) == [("Baldor", "from Baldor")]
+    assert _missing(sentence, far, ["Nobody came to baldor."], tokenizer) == []
+    assert _missing(sentence, ["It is far."], ["Nobody came."], tokenizer) == []
+    assert _missing(sentence, far * 4, ["Nobody came."], tokenizer) == [], "not rare"
 
 
 def test_a_word_is_asked_for_if_a_rare_one_beside_it_tells_it(
@@ -150,7 +173,19 @@ def test_a_word_is_asked_for_if_a_rare_one_beside_it_tells_it(
     sentence = "They ate with old Venkan near the Balmi road."
     # Both names have been used, but beside Balmi alone stands a word that does so here.
     far = ["Venkan came. ", "Balmi came. ", "Nobody saw the Balmi road. ", "They ate. "]
-    missing = _missing(sentence, far, ["It rained."], tokenizer)
-    assert missing is not None and (missing.word, missing.evidence) == ("Balmi", "the Balmi road")
+    assert _missing(sentence, far, ["It rained."], tokenizer) == [("Balmi", "the Balmi road")]
     # Words that are not rare tell nothing: they stand beside many others.
-    assert _missing(sentence, [*far, "The road. " * 3], ["It rained."], tokenizer) is None
+    assert _missing(sentence, [*far, "The road. " * 3], ["It rained."], tokenizer) == []
+
+
+def test_of_a_long_sentence_what_stands_around_the_word_is_asked(
+    made: tuple[Tokenizer, Samples],
+) -> None:
+    tokenizer, _ = made
+    sentence = "They ate bread, and they saw Baldor from the hill, and nobody came to the house."
+    whole = f"Which word is missing: {sentence.replace('Baldor', '____')}?"
+    assert _question(sentence, "Baldor", tokenizer, most=100) == whole
+    cut = _question(sentence, "Baldor", tokenizer, most=24)
+    assert cut is not None and "saw ____ from" in cut and cut[23:-1] in whole
+    assert len(tokenizer.encode(cut)) <= 24
+    assert _question(sentence, "Baldor", tokenizer, most=5) is None
