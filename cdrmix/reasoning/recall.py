@@ -1,8 +1,8 @@
 """Task `recall`, made from text of a corpus without labels: a word that is missing from a sentence.
 
 The word is rare in the text, and its earlier uses stand at least a window before the sentence: to
-know it, a reader must have remembered one. Beside one of them stands a word that stands beside it
-in the sentence, too, and is as rare: it tells which of the words of a segment is the missing one.
+know it, a reader must have remembered one. Beside one of them stands another word that does so in
+the sentence, too, and is not common: it tells which of the words of a segment is the missing one.
 Both there are the evidence, a label that the text itself gives.
 """
 
@@ -10,6 +10,7 @@ Both there are the evidence, a label that the text itself gives.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections import Counter
@@ -31,10 +32,14 @@ LEAST_LENGTH_RATIO = 2
 _TRIES = 24
 # Most uses of the word before the sentence: what comes more often can be guessed.
 _MOST_USES = 3
+# What tells it may have more in a long text: one of so many words before the sentence.
+_WORDS_PER_USE = 128
 _LEAST_WORDS = 5  # of the sentence
 _BESIDE = 2  # words before a word, and after it, that stand beside it
 # Of long sentences; a third of a window at most, so that segments have room beside it.
 _MOST_QUESTION_TOKENS = 48
+# Sentences of a stretch of text that are looked at: each has all the text before it counted.
+_PLACES = 32
 _BLANK = "____"
 _SENTENCE = re.compile(r"[^.?!\n]+[.?!]*\s*|[.?!\n]+\s*")
 _WORD = re.compile(r"\w+")
@@ -129,7 +134,7 @@ def _find(
         if before >= (length_ratio - 1) * window_tokens:
             places.append(place)
         before += size
-    for place in rng.sample(places, len(places)):
+    for place in rng.sample(places, min(_PLACES, len(places))):
         start, near = _text_before(sentences, place, length_ratio, window_tokens)
         sentence = " ".join(sentences[place][0].split())
         far, near_by = (
@@ -153,7 +158,7 @@ def _other_word(
     samples: Samples, tokenizer: Tokenizer, rng: random.Random, example: Example, answer_tokens: int
 ) -> str | None:
     """A word of some sample that an example does not have; None if none was found."""
-    taken = {*_lowered(example.text), *_lowered(example.question)}
+    taken = {word.lower() for word in _WORD.findall(f"{example.text} {example.question}")}
     for _ in range(_TRIES):
         row = samples.rows(np.array([rng.randrange(samples.num_rows)], dtype=np.int64))[0]
         words = _WORD.findall(tokenizer.decode(row.tolist()))[1:-1]  # those at the ends may be cut
@@ -216,6 +221,7 @@ def _missing(
     far_words, near_words = ([_lowered(each) for each in text] for text in (far, near))
     here = Counter(lowered)
     far_uses, near_uses = (Counter(chain(*text)) for text in (far_words, near_words))
+    most = max(_MOST_USES, far_uses.total() // _WORDS_PER_USE)
     found = []
     for place, (word, lower) in enumerate(zip(words, lowered, strict=True)):
         is_far = 1 <= far_uses[lower] <= _MOST_USES and not near_uses[lower]
@@ -225,7 +231,7 @@ def _missing(
         if _is_common(word, tokenizer):
             continue
         beside = {lowered[each] for each in _beside(lowered, place)}
-        rare = {each for each in beside if far_uses[each] + near_uses[each] <= _MOST_USES}
+        rare = {each for each in beside if far_uses[each] + near_uses[each] <= most}
         told, evidence = max(
             _told(far[number], uses, use, rare)
             for number, uses in enumerate(far_words)
@@ -254,8 +260,10 @@ def _told(sentence: str, words: Sequence[str], use: int, rare: Set[str]) -> tupl
     return len({words[place] for place in places}), sentence[start:end]
 
 
-def _lowered(sentence: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(sentence)]
+# Each place of a stretch has the same sentences before it.
+@functools.lru_cache(maxsize=2**14)
+def _lowered(sentence: str) -> tuple[str, ...]:
+    return tuple(word.lower() for word in _WORD.findall(sentence))
 
 
 def _beside(words: Sequence[str], place: int) -> list[int]:

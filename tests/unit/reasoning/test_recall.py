@@ -175,7 +175,11 @@ def test_a_word_is_asked_for_if_a_rare_one_beside_it_tells_it(
     far = ["Venkan came. ", "Balmi came. ", "Nobody saw the Balmi road. ", "They ate. "]
     assert _missing(sentence, far, ["It rained."], tokenizer) == [("Balmi", "the Balmi road")]
     # Words that are not rare tell nothing: they stand beside many others.
-    assert _missing(sentence, [*far, "The road. " * 3], ["It rained."], tokenizer) == []
+    common = [*far, "The road. " * 3]
+    assert _missing(sentence, common, ["It rained."], tokenizer) == []
+    # In a text of a thousand words four uses are few.
+    found = _missing(sentence, [*common, "It rained. " * 500], ["It rained."], tokenizer)
+    assert ("Balmi", "the Balmi road") in found
 
 
 def test_of_a_long_sentence_what_stands_around_the_word_is_asked(
