@@ -50,8 +50,11 @@ from cdrmix.planning.stages import boundary_values, stage_layers
 from cdrmix.planning.step_time import Work, memory_seconds, ring_bandwidth, seconds_of
 
 LARGEST_SEGMENT = 64  # tokens, unless another length is given
-# Segments of a text in all phases but the policy's: enough that retrieval can pick a wrong one.
+# Fewest segments of a text in all phases but the policy's: so many that retrieval can pick a wrong
+# one.
 TRAINED_SEGMENTS = 6
+# Segments beside the evidence where one is fetched at a time, at most.
+MOST_STRAYS = 2
 # Segments are read together in passes of at least so many tokens, each as a document of its own:
 # passes of single segments of small windows would cost more in calls than in arithmetic.
 _LEAST_PASS_TOKENS = 256
@@ -86,6 +89,16 @@ def segment_tokens(window_tokens: int, longest: int | None) -> int:
 def segments_of_pass(window_tokens: int, width: int) -> int:
     """Number of segments of `width` tokens that are read in one pass."""
     return max(max(window_tokens, _LEAST_PASS_TOKENS) // width, 1)
+
+
+def trained_segments(stage_b: StageBConfig) -> int:
+    """Number of segments of a text in all phases but the policy's.
+
+    A retrieval brings `memory.top_k` segments, and a window holds `policy.max_spliced` of them: the
+    windows of training have to hold as many, or answers are right from few segments alone.
+    """
+    most = stage_b.memory.top_k + MOST_STRAYS
+    return max(TRAINED_SEGMENTS, min(most, stage_b.policy.max_spliced))
 
 
 def question_head(window_tokens: int) -> int:
@@ -216,14 +229,15 @@ class _Model:
         segment = segment_tokens(self._window, training.segment_tokens)
         texts = training.texts_per_lesson
         beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
-        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + beside)
+        segments = trained_segments(self._stage_b)
+        window = min(self._window, segments * (segment + 1) + beside)
         row = row_tokens(self._window, config.training.sequence_length)
         plain = rows_of_text(texts) * row
         read = segment + question_head(self._window) * (training.question == "first")
         # rows and tokens of the calls: as many segments as a pass takes, both windows at once,
         # windows of a row in turn
         step = segments_of_pass(self._window, read)
-        reads = [min(step, TRAINED_SEGMENTS - at) for at in range(0, TRAINED_SEGMENTS, step)]
+        reads = [min(step, segments - at) for at in range(0, segments, step)]
         of_row = [min(self._window, row - at) for at in range(0, row, self._window)]
         self._shapes = [
             *((texts, count * read) for count in reads),
@@ -234,7 +248,7 @@ class _Model:
         self._read = read  # tokens of a segment with what is read before it
         self._segments_of_pass = step
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
-        self._tokens = texts * (TRAINED_SEGMENTS * read + 2 * window) + plain
+        self._tokens = texts * (segments * read + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
             self._tokens += plain + texts * DRILLS_PER_TASK * window

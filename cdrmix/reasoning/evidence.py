@@ -17,6 +17,8 @@ from cdrmix.reasoning.tasks import KINDS, Example
 # Of the segments of a thinned-out text, so many at most hold an answer: the others must be told
 # from them.
 _MOST_WITH_ANSWER = TRAINED_SEGMENTS // 2
+# Each takes a window of its own in the likelihood of the answer.
+_MOST_CANDIDATES = TRAINED_SEGMENTS
 
 
 def is_made_up(example: Example) -> bool:
@@ -69,7 +71,7 @@ def unlabelled_windows(
     # A second retrieval has the segment before it in its window.
     found = (rng.randrange(len(texts)),) if len(texts) > 1 and rng.random() < 0.5 else ()
     others = [place for place in places if place not in found]
-    candidates = tuple(sorted(rng.sample(others, min(TRAINED_SEGMENTS, len(others)))))
+    candidates = tuple(sorted(rng.sample(others, min(_MOST_CANDIDATES, len(others)))))
     telling = with_answer(example, texts)
     rest = [place for place in places if place not in telling]
     # Where the answer is nowhere word by word, as yes and no, any segment may tell it: all that

@@ -24,6 +24,7 @@ from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
 from cdrmix.planning.stage_b import (
     DRILLS_PER_TASK,
+    MOST_STRAYS,
     TRAINED_SEGMENTS,
     row_tokens,
     rows_of_text,
@@ -53,7 +54,7 @@ from cdrmix.reasoning.tasks import (
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
 # takes. With a single stray in .3 of the windows, answers beside another key's code were right in
 # .56 to .75 of texts (docs/reasoning.md). A retrieval of several segments brings more.
-_STRAYS = (0, 1, 1, 2)
+_STRAYS = (0, 1, 1, MOST_STRAYS)
 # Share of a training text's segments that are folded into the slots.
 _SUMMARISED_SHARE = 0.3
 # Most windows by which a text may exceed its length to have room for its task.
@@ -107,6 +108,7 @@ class Lessons:
     # of the answers that are asked for without their evidence in the window
     hidden_evidence_share: float = 0.0
     top_k: int = 1  # segments of a retrieval
+    num_segments: int = TRAINED_SEGMENTS  # of a text in all phases but the policy's
     wording: Wording = TRAINED  # of texts that are made
 
     @functools.cached_property
@@ -266,7 +268,7 @@ class Lessons:
         # Lengths in segments: a text of several windows would end with one of fillers. Each length
         # is another text, so that one whose answer has no room gives way to the next.
         most = _LONGER_BY * SEGMENTS_PER_WINDOW
-        for count in range(TRAINED_SEGMENTS, most):
+        for count in range(self.num_segments, most):
             with contextlib.suppress(DataError):
                 return self._generated(
                     task, f"{seed}/{count}", number, 1, count * self._segment_tokens
@@ -326,7 +328,7 @@ class Lessons:
         """Returns what `_windows` does for a text without evidence, and the candidates of the
         retrieval."""
         texts = [self.tokenizer.decode(segment) for segment in segments]
-        most_strays = _STRAYS[-1] + self.top_k - 1
+        most_strays = MOST_STRAYS + self.top_k - 1
         drawn = unlabelled_windows(example, texts, rng, most_strays=most_strays)
         found, gathered, candidates = (tuple(p + offset for p in places) for places in drawn)
         return (found, -1, gathered), candidates
@@ -338,14 +340,14 @@ class Lessons:
         segments = self.segments(example.text)
         # by text, as the tokens of a sentence differ with what stands before it
         texts = [self.tokenizer.decode(segment) for segment in segments]
-        evidence = self.evidence(example, texts)[:TRAINED_SEGMENTS]
+        evidence = self.evidence(example, texts)[: self.num_segments]
         is_whole = whole or (is_made_up(example) and example.task in WHOLE_TEXT_TASKS)
-        if is_whole or len(segments) <= TRAINED_SEGMENTS:
+        if is_whole or len(segments) <= self.num_segments:
             return segments, evidence
         is_bare = not evidence and not is_made_up(example)
         stay = kept(example, texts, rng) if is_bare else evidence
         others = [place for place in range(len(segments)) if place not in stay]
-        fillers = rng.sample(others, max(TRAINED_SEGMENTS - len(stay), 0))
+        fillers = rng.sample(others, max(self.num_segments - len(stay), 0))
         order = sorted([*stay, *fillers])
         places = {place: index for index, place in enumerate(order)}
         return [segments[place] for place in order], [places[place] for place in evidence]

@@ -209,11 +209,12 @@ class ReadingEpisodes:
         evicts = writes & (state.memory[:, 0] >= 0)  # entries stand at the end of the row
         buffer = state.buffer
         score = state.score
-        if bool(retrieves.any()):
+        asks = torch.nonzero(retrieves).flatten()
+        if len(asks):
             began = time.perf_counter()
-            buffer, score = self._retrieve(state, retrieves, at_question)
+            buffer, score = self._retrieve(state, asks, at_question[asks])
             self.retrieval_seconds += time.perf_counter() - began
-            self.num_retrievals += len(retrieves)  # one product searches for all of them
+            self.num_retrievals += len(asks)
         # before the question, and with nothing near enough, a retrieval cannot help the answer
         useless = retrieves & (~at_question | (buffer < 0).all(1))
         puts = splices & at_question & (state.buffer >= 0).any(1)
@@ -353,16 +354,21 @@ class ReadingEpisodes:
         return length - count + torch.minimum(state.time, count - 1)
 
     def _retrieve(
-        self, state: ReadingState, retrieves: Tensor, at_question: Tensor
+        self, state: ReadingState, asks: Tensor, at_question: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns buffer and best score after the retrievals, without segments of the window."""
-        places = (state.memory - self.num_earlier).clamp(min=0)
-        rows = state.rows.unsqueeze(1)
-        keys = self.reading.keys[rows, places]  # [N, M, K]
+        """Returns buffer and best score of all episodes after the retrievals of some, without
+        segments of their windows.
+
+        `asks` are the places of those some, `at_question` is True where the question is asked, [n].
+        """
+        # Of those alone: keys of all entries of all episodes are the most that a step would move.
+        memory = state.memory[asks]
+        rows = state.rows[asks]
+        keys = self.reading.keys[rows.unsqueeze(1), (memory - self.num_earlier).clamp(min=0)]
         # before the question is asked it is unknown: the key of the segment itself is the query
-        segment = self.reading.keys[state.rows, self._place(state)]
-        query = torch.where(at_question.unsqueeze(1), state.query, segment)
-        candidates = state.memory
+        segment = self.reading.keys[rows, self._place(state)[asks]]
+        query = torch.where(at_question.unsqueeze(1), state.query[asks], segment)
+        candidates = memory
         scores = (keys @ query.unsqueeze(2)).squeeze(2)
         if self._earlier and self.num_earlier:
             # as many more as may stand in the window already
@@ -370,32 +376,33 @@ class ReadingEpisodes:
             entries, cosines = self._earlier.find(query, keys, candidates >= 0, count=count)
             candidates = torch.cat([entries, candidates], dim=1)
             scores = torch.cat([cosines, scores], dim=1)
-        in_window = (candidates.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
+        in_window = (candidates.unsqueeze(2) == state.fetched[asks].unsqueeze(1)).any(2)
         usable = (candidates >= 0) & ~in_window
         wanted = scores
         if self._words_share:
-            asks = torch.nonzero(retrieves & at_question).flatten()
-            overlap = self._overlap(state, asks, candidates).masked_fill(~usable, 0.0)
+            overlap = self._overlap(state, asks, at_question, candidates)
+            overlap = overlap.masked_fill(~usable, 0.0)
             most = overlap.amax(1, keepdim=True).clamp(min=torch.finfo(overlap.dtype).tiny)
             wanted = (1 - self._words_share) * scores + self._words_share * (overlap / most)
         wanted = wanted.masked_fill(~usable, -torch.inf)
         order = wanted.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k]
         nearest = torch.where(usable.gather(1, order), candidates.gather(1, order), -1)
         nearest = F.pad(nearest, (0, self.top_k - nearest.shape[1]), value=-1)
-        buffer = torch.where(retrieves.unsqueeze(1), nearest, state.buffer)
         cosine = scores.masked_fill(~usable, 0.0).gather(1, order)[:, 0].clamp(min=0)
-        return buffer, torch.where(retrieves, cosine, state.score)
+        buffer = state.buffer.index_copy(0, asks, nearest)
+        return buffer, state.score.index_copy(0, asks, cosine.to(state.score.dtype))
 
-    def _overlap(self, state: ReadingState, asks: Tensor, candidates: Tensor) -> Tensor:
-        """Weights of the words that candidates share with the question and the window, [N, C].
-
-        Rows that are not among `asks`, [n], have 0.
-        """
+    def _overlap(
+        self, state: ReadingState, asks: Tensor, at_question: Tensor, candidates: Tensor
+    ) -> Tensor:
+        """Weights of the words that candidates, [n, C], share with the question and the window of
+        the episodes `asks`; 0 before the question."""
         overlap = torch.zeros(candidates.shape, device=candidates.device)
-        if len(asks) == 0:
+        of_question = torch.nonzero(at_question).flatten()
+        if len(of_question) == 0:
             return overlap
         found = []
-        for place in asks.tolist():
+        for place in asks[of_question].tolist():
             row, fetched = int(state.rows[place]), tuple(self._wanted(state, place))
             if (row, fetched) not in self._overlaps:
                 words = self._words.setdefault(row, SharedWords(self.texts.words[row]))
@@ -403,4 +410,5 @@ class ReadingEpisodes:
                 self._overlaps[row, fetched] = torch.tensor(scores, device=candidates.device)
             found.append(self._overlaps[row, fetched])
         of_all = torch.stack(found)  # [n, segments]
-        return overlap.index_copy(0, asks, of_all.gather(1, candidates[asks].clamp(min=0)))
+        values = of_all.gather(1, candidates[of_question].clamp(min=0))
+        return overlap.index_copy(0, of_question, values)

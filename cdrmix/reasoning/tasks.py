@@ -26,7 +26,7 @@ Match = Literal["all", "any", "exact", "f1"]
 # Task made from text of the corpus (`recall`), which the kinds here do not need.
 RECALL = "recall"
 # Of the texts that a task and its number lead to: runs that began with another are told.
-TEXT_VERSION = 7
+TEXT_VERSION = 8
 CountTokens = Callable[[str], int]
 # A consonant and a vowel, in both orders, so that names begin and end in either. Readers that learn
 # from names of one shape alone copy no others: of two hops in names that begin with a vowel they

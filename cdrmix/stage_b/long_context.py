@@ -28,6 +28,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.state_rows import moved
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.monitoring.suite_results import bootstrap_interval
+from cdrmix.planning.stage_b import trained_segments
 from cdrmix.reasoning.lessons import EVALUATION, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
 from cdrmix.reasoning.own_tasks import OwnTasks, read_own_tasks, target
@@ -87,6 +88,7 @@ def reader_of(trained: TrainedModel, *, accept_threshold: float | None = None) -
         lessons = Lessons(
             *(stage_b.training, training.seed, window_tokens, trained.tokenizer),
             top_k=stage_b.memory.top_k,
+            num_segments=trained_segments(stage_b),
         )
         marks = lessons.marks
         assert isinstance(trained.model, Backbone), "a Hugging Face model has no Stage B"

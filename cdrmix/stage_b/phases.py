@@ -37,6 +37,7 @@ from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.frozen_stages import chained
+from cdrmix.planning.stage_b import trained_segments
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
 from cdrmix.reasoning.own_tasks import OwnTasks
@@ -408,6 +409,7 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus, own: OwnTask
         num_rows=corpus.train.num_samples,
         hidden_evidence_share=hidden_evidence_share(stage_b),
         top_k=stage_b.memory.top_k,
+        num_segments=trained_segments(stage_b),
         held_out=Samples(corpus.validation.rows, corpus.validation.num_samples),
         own=own,
     )

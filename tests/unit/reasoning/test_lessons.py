@@ -19,6 +19,8 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
 from cdrmix.models.state_rows import select
+from cdrmix.planning.stage_b import trained_segments
+from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.stage_b.phases import (
@@ -28,6 +30,7 @@ from cdrmix.stage_b.phases import (
     drawn_budgets,
     make_course,
     phase_loss,
+    stage_b_section,
 )
 from tests.unit.reasoning.small_reader import (
     TASKS,
@@ -79,12 +82,23 @@ def test_a_text_whose_answer_has_no_room_gives_way_to_the_next(task: str) -> Non
         small_lessons(small_config(tasks=(task,), answer_tokens=3)).lesson("memory", 0)
 
 
-@pytest.mark.parametrize(("top_k", "most"), [(1, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("top_k", "max_spliced", "most"), [(1, 8, 2), (3, 8, 4), (6, 8, 7), (6, 7, 6), (6, 4, 5)]
+)
 def test_windows_hold_the_strays_that_a_retrieval_of_so_many_segments_brings(
-    top_k: int, most: int
+    top_k: int, max_spliced: int, most: int
 ) -> None:
-    config = small_config(texts_per_lesson=16, tasks=("needle_keys",), length_ratios=(2,))
-    lessons = dataclasses.replace(small_lessons(config), top_k=top_k)
+    config = small_config(texts_per_lesson=16, tasks=("needle_keys",), segment_tokens=24)
+    stage_b = stage_b_section(config)
+    memory = stage_b.memory.model_copy(update={"top_k": top_k})
+    policy = stage_b.policy.model_copy(update={"max_spliced": max_spliced})
+    stage_b = stage_b.model_copy(update={"memory": memory, "policy": policy})
+    # A window of more segments than a text is thinned out to.
+    lessons = Lessons(
+        *(stage_b.training, 0, 512, tokenizer()),
+        top_k=top_k,
+        num_segments=trained_segments(stage_b),
+    )
     beside = set()
     for number in range(4):
         lesson = lessons.lesson("joint", number)
@@ -503,6 +517,7 @@ def test_a_text_is_read_alike_alone_and_beside_others_whose_tokens_would_be_drop
             if parameter.dim() > 1 and "embedding" not in name:
                 normal_(parameter, parameter.shape[-1] ** -0.5, seed=0, name=name)
     course = make_course(config, backbone, corpus, own=None)
+    assert course.lessons.num_segments == trained_segments(stage_b_section(config))
     texts = course.lesson("policy", 0).texts
     last = torch.tensor([len(texts.tokens) - 1])  # whose tokens find experts full
     alone = course.model.read(select(texts, last))
