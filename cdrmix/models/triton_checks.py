@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.models import (
+    clamped_recurrence,
     expert_rows,
     expert_rows_triton,
     feed_forward,
@@ -238,6 +239,23 @@ def _squared_relu(sizes: Sizes) -> dict[str, Case]:
     }
 
 
+def _clamped_recurrence(sizes: Sizes) -> dict[str, Case]:
+    # A decay for each chunk of a sequence, and one for all; some weights exceed the clamp.
+    cases = {}
+    for title, along in {"each": (sizes.batch, sizes.time), "one": (1, 1)}.items():
+
+        def kernel(x: Values) -> Sequence[Tensor]:
+            run = clamped_recurrence.run_triton
+            return clamped_recurrence.in_kernel(*x.values(), largest=4.0, run=run)
+
+        def eager(x: Values) -> Sequence[Tensor]:
+            return clamped_recurrence.in_turn(*x.values(), largest=4.0)
+
+        shapes = {"weights": (sizes.batch, sizes.width), "added": sizes.rows, "decay": along}
+        cases[title] = Case(kernel, eager, shapes, {})
+    return cases
+
+
 # by the name of the function that asks
 CASES: dict[str, Callable[[Sizes], dict[str, Case]]] = {
     "shift_mix": _shift_mix,
@@ -247,4 +265,5 @@ CASES: dict[str, Callable[[Sizes], dict[str, Case]]] = {
     "gather_rows": _gather_rows,
     "weighted_sum": _weighted_sum,
     "squared_relu": _squared_relu,
+    "clamped_recurrence": _clamped_recurrence,
 }

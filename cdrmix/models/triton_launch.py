@@ -121,7 +121,8 @@ def _has_triton() -> bool:
 
 def _sources() -> Sequence[Path]:
     """Returns all files that the outcome of a check depends on."""
-    return sorted(Path(__file__).parent.glob("*triton*.py"))
+    folder = Path(__file__).parent
+    return [*sorted(folder.glob("*triton*.py")), folder / "clamped_recurrence.py"]
 
 
 @functools.cache

@@ -14,20 +14,24 @@ u = q - H e,
 
 is a triangular system of the chunk, whose matrix does not depend on H_0, the weights at its start.
 Oja's rule is delta's with q and e exchanged and H transposed.
+
+A backbone has some adapters a layer and each works on few numbers, so that what an adapter costs is
+the number of its operations: hebb's does not depend on the number of tokens.
 """
 
 # B sequences, T tokens, r rank, J lookups per token, n chunks of c tokens
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from cdrmix.models.clamped_recurrence import clamped, clamped_recurrence
 
 Rule = Literal["hebb", "delta", "oja"]
 RULES: tuple[Rule, ...] = ("hebb", "delta", "oja")
@@ -37,8 +41,8 @@ CLAMP_EVERY_TOKENS = 16
 LARGEST_WRITE = 1.0
 # Traces fade by at most 1/2 per token: 32 of them leave less than float32 resolves.
 _TRACE_TOKENS = 32
-
-Clamp = Callable[[Tensor], Tensor]
+# Traces are computed in blocks of so many tokens, each from itself and the 32 tokens before.
+_TRACE_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
     the one after each token.
     """
     total = torch.cat([trace.unsqueeze(1), pre], dim=1)
-    # with z the shift by a token, the product of (1 + decay^k z^k) over k = 1, 2, 4, ... is the
-    # geometric series: five shifted sums in place of a loop over tokens
-    shift = 1
-    while shift < min(_TRACE_TOKENS, total.shape[1]):
-        total = total + decay**shift * F.pad(total, (0, 0, shift, 0))[:, :-shift]
-        shift *= 2
-    return total
+    length = total.shape[1]
+    padded = F.pad(total, (0, 0, _TRACE_TOKENS, -length % _TRACE_BLOCK))
+    seen = padded.unfold(1, _TRACE_TOKENS + _TRACE_BLOCK, _TRACE_BLOCK)  # [B, blocks, r, seen]
+    device = pre.device
+    lag = torch.arange(_TRACE_TOKENS, _TRACE_TOKENS + _TRACE_BLOCK, device=device) - torch.arange(
+        seen.shape[3], device=device
+    ).unsqueeze(1)
+    fades = torch.where(lag >= 0, decay ** lag.clamp(min=0), 0.0)
+    return (seen @ fades).transpose(2, 3).flatten(1, 2)[:, :length]
 
 
 def limited(strength: Tensor, post: Tensor, trace: Tensor) -> Tensor:
@@ -81,16 +87,67 @@ def limited(strength: Tensor, post: Tensor, trace: Tensor) -> Tensor:
     return torch.minimum(strength, LARGEST_WRITE / size.clamp(min=1e-6))
 
 
+class Chunks(NamedTuple):
+    """Chunks of equal size that follow each other in a call, the same for all adapters."""
+
+    begin: int  # first token
+    size: int  # c
+    number: int  # n
+    ends_whole: bool  # the last token is the last of a chunk of the episode
+    # tokens that take time, [B or 1, n or 1, ...]: from the start of the chunk to each token, [c];
+    # from behind each earlier token s to token t, [c c]; from behind each token to the end, [c]; in
+    # all, [1]
+    ticks: Tensor
+    is_earlier: Tensor  # True where s is before t, [c, c]
+
+
+def chunks_of(
+    length: int, *, start: int, passes: Tensor | None = None, device: torch.device
+) -> tuple[Chunks, ...]:
+    """Cuts the tokens of a call into chunks.
+
+    Args:
+        length: tokens of the call.
+        start: tokens of the episode before these.
+        passes: False for filling, over which H does not fade, [B, T]; it stores nothing either.
+    """
+    whole = CLAMP_EVERY_TOKENS
+    # A call may begin within a chunk of the episode: first the rest of that chunk, then whole ones
+    # in one batch, then the beginning of the next. So results do not depend on how a text is cut
+    # into calls.
+    first = min(length, -start % whole)
+    middle = (length - first) // whole * whole
+    rest = length - first - middle
+    pieces = ((0, first, 1), (first, whole, middle // whole), (first + middle, rest, 1))
+    chunks = []
+    for begin, size, count in pieces:
+        if size == 0 or count == 0:
+            continue
+        part = slice(begin, begin + size * count)
+        if passes is None:
+            taken = torch.ones(1, 1, size, device=device)
+        else:
+            taken = passes[:, part].unflatten(1, (count, size)).float()
+        after = taken.cumsum(-1)  # tokens that took time, this one included
+        before = after - taken
+        total = after[..., -1:]
+        apart = (before.unsqueeze(-1) - after.unsqueeze(-2)).clamp(min=0)  # [B, n, t, s]
+        ticks = torch.cat([before, apart.flatten(-2), total - after, total], dim=-1)
+        is_earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril(-1)
+        ends_whole = (start + part.stop) % whole == 0
+        chunks.append(Chunks(begin, size, count, ends_whole, ticks, is_earlier))
+    return tuple(chunks)
+
+
 def scan_chunks(
     weights: Tensor,
     lookups: Tensor,
     writes: Writes,
+    chunks: Sequence[Chunks],
     *,
     rule: Rule,
     decay: float | Tensor,
-    start: int,
-    clamp: Clamp,
-    passes: Tensor | None = None,
+    largest: float,
 ) -> tuple[Tensor, Tensor]:
     """Runs the recurrence over the tokens of a call.
 
@@ -98,40 +155,24 @@ def scan_chunks(
         weights: H before the first token, [B, r, r].
         lookups: vectors that each token reads H with, before it stores, [B, T, J, r].
         writes: features that each token stores.
+        chunks: from `chunks_of`.
         rule, decay: of H, per token; a decay that is learned is a tensor of one number.
-        start: tokens of the episode before these.
-        clamp: applied to H after every `CLAMP_EVERY_TOKENS` tokens of the episode.
-        passes: False for filling, over which H does not fade, [B, T]; it stores nothing either.
+        largest: bound of the clamp, applied to H after every `CLAMP_EVERY_TOKENS` tokens of the
+            episode.
     Returns:
         H p for each lookup p, [B, T, J, r], and H after the last token.
     """
-    length = lookups.shape[1]
-    whole = CLAMP_EVERY_TOKENS
-    # A call may begin within a chunk of the episode: first the rest of that chunk, then whole ones
-    # in one batch, then the beginning of the next. So results do not depend on how a text is cut
-    # into calls.
-    first = min(length, -start % whole)
-    middle = (length - first) // whole * whole
     read = []
-    rest = length - first - middle
-    pieces = ((0, first, 1), (first, whole, middle // whole), (first + middle, rest, 1))
-    for begin, size, count in pieces:
-        if size == 0 or count == 0:
-            continue
-        part = slice(begin, begin + size * count)
-        chunked = [x[:, part].unflatten(1, (count, size)) for x in (lookups, *writes)]
-        if passes is not None:
-            decays = _decays_over(decay, passes[:, part].unflatten(1, (count, size)))
-        elif isinstance(decay, Tensor):
-            decays = _decays_over(decay, lookups.new_ones(1, 1, size))
-        else:
-            decays = _decays(decay, size, lookups.device)
-        is_complete = (start + part.stop) % whole == 0
+    for each in chunks:
+        part = slice(each.begin, each.begin + each.size * each.number)
+        chunked = [x[:, part].unflatten(1, (each.number, each.size)) for x in (lookups, *writes)]
+        decays = _decays_over(decay, each)
+        bound = largest if each.ends_whole else None
         values, weights = _scan_equal_chunks(
-            weights, chunked[0], Writes(*chunked[1:]), rule, decays, clamp if is_complete else None
+            weights, chunked[0], Writes(*chunked[1:]), rule, decays, bound
         )
         read.append(values)
-    return torch.cat(read, dim=1), weights
+    return torch.cat(read, dim=1) if len(read) > 1 else read[0], weights
 
 
 class _Decays(NamedTuple):
@@ -140,11 +181,19 @@ class _Decays(NamedTuple):
     from_start: Tensor  # from the start of the chunk to each token, [..., c]
     within: Tensor  # from behind each earlier token s to token t, [..., t, s]; 0 for later ones
     to_end: Tensor  # from behind each token to the end of the chunk, [..., c]
-    over_chunk: Tensor  # [..., 1, 1]
+    over_chunk: Tensor  # [...]
 
     def over(self, number: int) -> Tensor:
         """Decay over chunk `number`, [B or 1, 1, 1]."""
-        return self.over_chunk[:, number if self.over_chunk.shape[1] > 1 else 0]
+        return self.over_chunk[:, number if self.over_chunk.shape[1] > 1 else 0, None, None]
+
+
+def _decays_over(decay: float | Tensor, chunks: Chunks) -> _Decays:
+    """Returns the decays of chunks: all of them by one power."""
+    size = chunks.size
+    parts = (decay**chunks.ticks).split((size, size * size, size, 1), dim=-1)
+    within = torch.where(chunks.is_earlier, parts[1].unflatten(-1, (size, size)), 0.0)
+    return _Decays(parts[0], within, parts[2], parts[3].squeeze(-1))
 
 
 def _scan_equal_chunks(
@@ -153,34 +202,34 @@ def _scan_equal_chunks(
     writes: Writes,
     rule: Rule,
     decays: _Decays,
-    clamp: Clamp | None,
+    largest: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scans chunks of equal size, [B, n, c, ...]; `clamp` is None for one incomplete chunk."""
+    """Scans chunks of equal size, [B, n, c, ...]; `largest` is None for one incomplete chunk."""
     # H_t = decay^t H_0 + sum over s < t of decay^(t-1-s) left_s right_s^T
     left, right, _ = writes
     if rule == "hebb":
         faded = left * (writes.strength * decays.to_end).unsqueeze(-1)
-        befores = []
-        for number, added in enumerate((faded.transpose(2, 3) @ right).unbind(1)):
-            befores.append(weights)
-            weights = torch.addcmul(added, weights, decays.over(number))
-            weights = weights if clamp is None else clamp(weights)
-        starts = torch.stack(befores, dim=1)
+        added = faded.transpose(2, 3) @ right
+        if largest is None:
+            starts = weights.unsqueeze(1)
+            weights = torch.addcmul(added.squeeze(1), weights, decays.over(0))
+        else:
+            starts, weights = clamped_recurrence(weights, added, decays.over_chunk, largest=largest)
     elif rule == "delta":
-        starts, weights, left = _carry_delta(weights, writes, decays, clamp)
+        starts, weights, left = _carry_delta(weights, writes, decays, largest)
     else:
         # H^T follows delta's rule; the clamp works element by element, so it needs no transposing
         swapped = Writes(right, left, writes.strength)
         turned = weights.transpose(1, 2)
-        starts, turned, right = _carry_delta(turned, swapped, decays, clamp)
+        starts, turned, right = _carry_delta(turned, swapped, decays, largest)
         starts = starts.transpose(2, 3)
         weights = turned.transpose(1, 2)
     stored = left * writes.strength.unsqueeze(-1)  # m a, [B, n, c, r]
     carried = lookups * decays.from_start[..., None, None]
     flat = lookups.flatten(2, 3)  # [B, n, c J, r]
     # the sum over s as attention within the chunk: p . right_s, masked and faded, times left_s
-    scores = flat @ right.transpose(2, 3)  # [B, n, c J, c]
-    scores = scores * decays.within.repeat_interleave(lookups.shape[3], dim=-2)
+    scores = (flat @ right.transpose(2, 3)).unflatten(2, lookups.shape[2:4])  # [B, n, c, J, c]
+    scores = (scores * decays.within.unsqueeze(-2)).flatten(2, 3)
     read = carried.flatten(2, 3) @ starts.transpose(2, 3) + scores @ stored
     return read.view(lookups.shape).flatten(1, 2), weights
 
@@ -189,7 +238,7 @@ def _carry_delta(
     weights: Tensor,
     writes: Writes,
     decays: _Decays,
-    clamp: Clamp | None,
+    largest: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns H at the start of each chunk, H after the last, and the errors u, [B, n, c, r]."""
     value, key, strength = writes
@@ -210,29 +259,9 @@ def _carry_delta(
         error = chunk[..., :rank] - chunk[..., rank:] @ weights.transpose(1, 2)
         errors.append(error)
         weights = torch.addcmul(error.transpose(1, 2) @ added, weights, decays.over(number))
-        if clamp is not None:
-            weights = clamp(weights)
+        if largest is not None:
+            weights = clamped(weights, largest=largest)
     return torch.stack(starts, dim=1), weights, torch.stack(errors, dim=1)
-
-
-@functools.lru_cache(maxsize=64)
-def _decays(decay: float, size: int, device: torch.device) -> _Decays:
-    """Returns the decays of a fixed rate where every token takes time."""
-    # cached tensors must not be inference tensors: a later call may need gradients through them
-    with torch.inference_mode(False):
-        return _decays_over(decay, torch.ones(1, 1, size, device=device))
-
-
-def _decays_over(decay: float | Tensor, passes: Tensor) -> _Decays:
-    """Returns the decays of chunks, [B, n, c], whose tokens take time where `passes`."""
-    ticks = passes.float()
-    after = ticks.cumsum(-1)  # tokens that took time, this one included
-    before = after - ticks
-    total = after[..., -1:]
-    apart = before.unsqueeze(-1) - after.unsqueeze(-2)  # [B, n, t, s]
-    earlier = torch.ones_like(apart, dtype=torch.bool).tril(-1)
-    within = torch.where(earlier, decay ** apart.clamp(min=0), 0.0)
-    return _Decays(decay**before, within, decay ** (total - after), (decay**total).unsqueeze(-1))
 
 
 def correlation_loss(

@@ -15,8 +15,9 @@ names and, with plasticity off, its numbers stay what they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -35,9 +36,11 @@ from cdrmix.parallel.frozen_stages import mean_over_layers, rows_that_run
 from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.blocks.feed_forward import linears
 from cdrmix.reasoning.fast_weights import (
+    Chunks,
     FastWeights,
     Rule,
     Writes,
+    chunks_of,
     correlation_loss,
     limited,
     scan_chunks,
@@ -112,24 +115,24 @@ class PlasticAdapter(nn.Module):
         y0: Tensor,
         before: FastWeights,
         *,
-        start: int,
-        writes: bool,
+        chunks: Sequence[Chunks] | None,
         with_correlation: bool,
         mask: Tensor | None = None,
     ) -> Adapted:
         """Changes the layer's output y0 [B, T, O] of x [B, T, I] by fast weights, and writes them.
 
-        `before` and `start` are fast weights and tokens of the episode before x; other arguments
-        are as of `PlasticBackbone.forward`.
+        `before` are the fast weights before x, `chunks` those of its tokens, None to read without
+        writing; other arguments are as of `PlasticBackbone.forward`.
         """
-        if not writes:
+        if chunks is None:
             return Adapted(self._read_only(x, y0, before.weights), before)
         # the recurrence runs in float32: in bf16, writes below 1/256 of H would be lost
         pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
         post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
         # a single token that is not finite would spoil H for the rest of the text
-        finite = (pre.sum(-1) + post.sum(-1) + strength).isfinite()
+        total = pre.sum(-1) + post.sum(-1) + strength
+        finite = total == total  # no part of it is infinite
         stores = finite if mask is None else finite & mask
         pre, post = (torch.where(stores.unsqueeze(-1), part, 0) for part in (pre, post))
         trace = traces(pre, before.trace, 0.5 * torch.sigmoid(self.trace_decay.float()))
@@ -142,11 +145,10 @@ class PlasticAdapter(nn.Module):
             before.weights,
             torch.stack(lookups, dim=2),
             stored,
+            chunks,
             rule=self.rule,
             decay=decay,
-            start=start,
-            clamp=partial(clamped, largest=self.config.clamp),
-            passes=mask,
+            largest=self.config.clamp,
         )
         correlation = None
         if with_correlation:
@@ -187,17 +189,6 @@ class PlasticAdapter(nn.Module):
         scale = (LARGEST_RELATIVE_CHANGE * layer_size / size).clamp(max=1)
         bounded = (recalled * scale.unsqueeze(-1)).to(y0.dtype)
         return y0 + F.linear(bounded, change.to(y0.dtype))
-
-
-def clamped(weights: Tensor, *, largest: float) -> Tensor:
-    """Keeps magnitudes below `largest`; up to half of it, they stay as they are.
-
-    A clamp that shrinks small weights too makes them fade, whatever their decay: c tanh(H / c)
-    leaves .4 of a weight of 1 after 512 tokens at c = 2.
-    """
-    half = largest / 2
-    inner = weights.clamp(-half, half)
-    return inner + half * torch.tanh((weights - inner) / half)
 
 
 def _adapted(backbone: Backbone) -> Iterator[tuple[str, nn.Linear]]:
@@ -298,18 +289,25 @@ class PlasticBackbone(nn.Module):
             mask: True for text, [B, T]; over padding, fast weights stay as they are.
         """
         results: dict[str, list[Adapted]] = defaultdict(list)  # of each piece of the rows
+        length = input_ids.shape[1]
+
+        @functools.cache  # the same for all adapters
+        def chunks_of_rows(first: int | None, end: int | None) -> tuple[Chunks, ...]:
+            passes = None if mask is None else mask[first:end]
+            device = input_ids.device
+            return chunks_of(length, start=state.num_tokens, passes=passes, device=device)
 
         def adapt(name: str, _: nn.Module, inputs: tuple[Tensor, ...], y0: Tensor) -> Tensor:
             before, passes = state.layers[name], mask
             rows = rows_that_run(self.backbone)
             if rows is not None:
                 before, passes = part((before, passes), rows)
+            ends = (None, None) if rows is None else (rows.start, rows.stop)
             adapted = self.adapter(name)(
                 inputs[0],
                 y0,
                 before,
-                start=state.num_tokens,
-                writes=writes,
+                chunks=chunks_of_rows(*ends) if writes else None,
                 with_correlation=with_correlation,
                 mask=passes,
             )
@@ -330,7 +328,7 @@ class PlasticBackbone(nn.Module):
             parts = [piece.correlation for piece in pieces if piece.correlation is not None]
             if parts:
                 objectives.append(torch.stack(parts).sum(0))
-        num_tokens = state.num_tokens + (input_ids.shape[1] if writes else 0)
+        num_tokens = state.num_tokens + (length if writes else 0)
         after = EpisodeState(layers, num_tokens, output.state)
         correlation = None
         if objectives:

@@ -1,23 +1,26 @@
 """Fast weights in chunks against the recurrence token by token, and their bounds."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from cdrmix.models.clamped_recurrence import clamped
 from cdrmix.reasoning.fast_weights import (
     CLAMP_EVERY_TOKENS,
     LARGEST_WRITE,
     RULES,
-    Clamp,
     Rule,
     Writes,
+    chunks_of,
     limited,
     scan_chunks,
     traces,
 )
 
 DECAY = 0.98
+LARGEST = 0.75  # some weights exceed half of it, most do not
 # tokens, and tokens of the episode before them
 CASES = [(1, 0), (15, 0), (16, 7), (53, 0), (53, 30), (3, 14)]
 
@@ -30,7 +33,7 @@ def scan_tokens(
     rule: Rule,
     decay: float,
     start: int,
-    clamp: Clamp,
+    largest: float,
     passes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence as it is defined, token by token."""
@@ -49,12 +52,22 @@ def scan_tokens(
             faded = torch.where(passes[:, t, None, None], faded, weights)
         weights = faded + m * q @ e.transpose(1, 2)
         if (start + t + 1) % CLAMP_EVERY_TOKENS == 0:
-            weights = clamp(weights)
+            weights = clamped(weights, largest=largest)
     return torch.stack(read, dim=1), weights
 
 
-def clamped(weights: torch.Tensor) -> torch.Tensor:
-    return 2 * torch.tanh(weights / 2)
+def in_chunks(
+    weights: torch.Tensor,
+    lookups: torch.Tensor,
+    writes: Writes,
+    *,
+    start: int,
+    passes: torch.Tensor | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scan_chunks`, with the arguments of `scan_tokens`."""
+    chunks = chunks_of(lookups.shape[1], start=start, passes=passes, device=lookups.device)
+    return scan_chunks(weights, lookups, writes, chunks, **settings)
 
 
 def unit(*shape: int) -> torch.Tensor:
@@ -74,7 +87,7 @@ def scanned(scan, given: list[torch.Tensor], rule: str, start: int) -> list[torc
     """What a form reads and leaves, then its gradients."""
     weights, lookups, *writes = given
     read, after = scan(
-        weights, lookups, Writes(*writes), rule=rule, decay=DECAY, start=start, clamp=clamped
+        weights, lookups, Writes(*writes), rule=rule, decay=DECAY, start=start, largest=LARGEST
     )
     generator = torch.Generator().manual_seed(1)
     probes = [torch.randn(x.shape, generator=generator) for x in (read, after)]
@@ -87,7 +100,7 @@ def scanned(scan, given: list[torch.Tensor], rule: str, start: int) -> list[torc
 def test_chunks_equal_the_recurrence_with_all_gradients(rule: str, length: int, start: int) -> None:
     given = inputs(length, 8, lookups=2)
     for ours, plain in zip(
-        scanned(scan_chunks, given, rule, start),
+        scanned(in_chunks, given, rule, start),
         scanned(scan_tokens, given, rule, start),
         strict=True,
     ):
@@ -103,11 +116,11 @@ def test_a_learned_decay_and_filling_equal_the_recurrence_with_all_gradients(
     weights, lookups, *writes = inputs(length, 8, lookups=2)
     passes = torch.rand(3, length) < 0.6
     results = []
-    for scan in (scan_chunks, scan_tokens):
+    for scan in (in_chunks, scan_tokens):
         stored = Writes(*writes)
         stored = stored._replace(strength=torch.where(passes, stored.strength, 0))
         decay = torch.tensor([0.93], requires_grad=True)
-        settings = {"rule": rule, "decay": decay, "start": start, "clamp": clamped}
+        settings = {"rule": rule, "decay": decay, "start": start, "largest": LARGEST}
         read, after = scan(weights, lookups, stored, passes=passes, **settings)
         loss = (read * read.detach().cos()).sum() + (after * after.detach().sin()).sum()
         gradients = torch.autograd.grad(loss, [weights, lookups, *writes, decay], allow_unused=True)
@@ -121,8 +134,8 @@ def test_filling_neither_stores_nor_fades() -> None:
     weights, lookups, *writes = (x.detach() for x in inputs(40, 8))
     passes = torch.zeros(3, 40, dtype=torch.bool)
     stored = Writes(*writes)._replace(strength=torch.zeros(3, 40))
-    settings = {"rule": "hebb", "decay": 0.5, "start": 0, "clamp": lambda weights: weights}
-    read, after = scan_chunks(weights, lookups, stored, passes=passes, **settings)
+    settings = {"rule": "hebb", "decay": 0.5, "start": 0, "largest": 100.0}
+    read, after = in_chunks(weights, lookups, stored, passes=passes, **settings)
     torch.testing.assert_close(after, weights)
     torch.testing.assert_close(read, lookups @ weights.transpose(1, 2).unsqueeze(1))
 
@@ -130,13 +143,13 @@ def test_filling_neither_stores_nor_fades() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_read_in_pieces_equals_it_read_at_once(rule: str) -> None:
     weights, lookups, *writes = (x.detach() for x in inputs(50, 8))
-    settings = {"rule": rule, "decay": DECAY, "clamp": clamped}
-    whole, after = scan_chunks(weights, lookups, Writes(*writes), start=0, **settings)
+    settings = {"rule": rule, "decay": DECAY, "largest": LARGEST}
+    whole, after = in_chunks(weights, lookups, Writes(*writes), start=0, **settings)
     pieces, begin = [], 0
     for length in (1, 15, 20, 1, 13):
         part = slice(begin, begin + length)
         piece = Writes(*(x[:, part] for x in writes))
-        read, weights = scan_chunks(weights, lookups[:, part], piece, start=begin, **settings)
+        read, weights = in_chunks(weights, lookups[:, part], piece, start=begin, **settings)
         pieces.append(read)
         begin += length
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-6)
@@ -148,14 +161,14 @@ def test_what_was_stored_is_read_and_fades(rule: str) -> None:
     axes = torch.eye(4)
     post = axes[[1, 2, 2, 2]].unsqueeze(0)  # tokens 1 to 3 store nothing
     trace, strength = axes[[0, 3, 3, 3]].unsqueeze(0), torch.tensor([[1.0, 0, 0, 0]])
-    read, _ = scan_chunks(
+    read, _ = in_chunks(
         torch.zeros(1, 4, 4),
         axes[[0, 0, 0, 3]].view(1, 4, 1, 4),
         Writes(post, trace, strength),
         rule=rule,
         decay=0.5,
         start=0,
-        clamp=clamped,
+        largest=LARGEST,
     )
     expected = torch.stack([0 * axes[1], axes[1], axes[1] / 2, 0 * axes[1]])
     torch.testing.assert_close(read[0, :, 0], expected)
@@ -165,14 +178,14 @@ def test_delta_replaces_what_hebb_adds_up() -> None:
     post = torch.eye(2)[[0, 1]].unsqueeze(0)  # two values for one key
     key = torch.tensor([1.0, 0.0]).expand(1, 2, 2)
     after = {
-        rule: scan_chunks(
+        rule: in_chunks(
             torch.zeros(1, 2, 2),
             key.unsqueeze(2),
             Writes(post, key, torch.ones(1, 2)),
             rule=rule,
             decay=1.0,
             start=0,
-            clamp=clamped,
+            largest=LARGEST,
         )[1][0, :, 0]
         for rule in RULES
     }
@@ -200,14 +213,14 @@ def test_writes_stay_bounded_however_strong_the_modulator(rule: str) -> None:
     written = strength * torch.linalg.vector_norm(trace, dim=-1)
     assert written.max().item() <= LARGEST_WRITE + 1e-6
     writes = Writes(same, trace, strength)
-    _, after = scan_chunks(
+    _, after = in_chunks(
         torch.zeros(1, 8, 8),
         same.unsqueeze(2),
         writes,
         rule=rule,
         decay=0.999,
         start=0,
-        clamp=clamped,
+        largest=LARGEST,
     )
-    assert after.abs().max().item() <= 2
+    assert after.abs().max().item() <= LARGEST
     assert math.isfinite(after.sum().item())

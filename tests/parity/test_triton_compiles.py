@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.models import expert_rows_triton, rwkv7_triton, triton_launch
+from cdrmix.models import clamped_recurrence, expert_rows_triton, rwkv7_triton, triton_launch
 from tests.harness import ROOT
 
 H100 = 90  # compute capability 9.0
@@ -92,6 +92,11 @@ def main() -> None:
         rwkv7_triton.gated_output(*[heads] * 5, **dict.fromkeys(norms, vector), eps=1e-3),
         expert_rows_triton.squared_relu(x),
         expert_rows_triton.weighted_sum(some(16, 128), weights, index, index, index.view(8, 2)),
+        *clamped_recurrence.in_kernel(
+            *(some(2, 256), some(2, 4, 256), some(1, 4)),
+            largest=2.0,
+            run=clamped_recurrence.run_triton,
+        ),
     ]
     torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
     print(json.dumps(found))
@@ -113,7 +118,7 @@ def test_every_kernel_compiles_for_an_h100_and_stays_in_registers(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 12, "there and back, but for gathering, which sums choices back"
+    assert len(found) == 14, "there and back, but for gathering, which sums choices back"
     for kernel, resources in found.items():
         assert "STACK:0 " in resources, kernel
         assert "LOCAL:0 " in resources, kernel

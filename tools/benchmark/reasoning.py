@@ -23,7 +23,7 @@ from cdrmix.models.initialize import normal_
 from cdrmix.models.state_rows import map_tensors
 from cdrmix.planning.counts import count, stage_b_params
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
-from cdrmix.reasoning.fast_weights import FastWeights
+from cdrmix.reasoning.fast_weights import FastWeights, chunks_of
 from cdrmix.reasoning.hebbian import PlasticAdapter, PlasticBackbone
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
@@ -93,6 +93,7 @@ def operations(rounds: int) -> dict[str, float]:
     token = torch.randn(1, 1, width)
     rank = stage_b.adapters.rank
     fast = FastWeights(torch.zeros(1, rank, rank), torch.zeros(1, rank))
+    chunks = chunks_of(1, start=0, device=token.device)
     features = torch.rand(1, NUM_FEATURES)
     legal = torch.ones(1, 4, dtype=torch.bool)
     fresh = torch.nn.functional.normalize(torch.randn(1, stage_b.memory.summary_dim), dim=-1)
@@ -107,7 +108,7 @@ def operations(rounds: int) -> dict[str, float]:
         "retrieve": lambda: index.search(encoder.query(token[:, 0]), top_k=stage_b.memory.top_k),
         "decide": lambda: policy(token[:, 0], features, legal),
         "adapter update": lambda: adapter(
-            token, token, fast, start=0, writes=True, with_correlation=False
+            token, token, fast, chunks=chunks, with_correlation=False
         ),
     }
     seconds = paired_cpu_seconds(variants, rounds=rounds, warmup=2)

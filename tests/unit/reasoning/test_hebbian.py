@@ -6,14 +6,21 @@ import torch
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
+from cdrmix.models.clamped_recurrence import clamped
 from cdrmix.models.state_rows import branch, map_tensors, select
-from cdrmix.reasoning.fast_weights import RULES, FastWeights, Writes, correlation_loss
+from cdrmix.reasoning.fast_weights import (
+    RULES,
+    Chunks,
+    FastWeights,
+    Writes,
+    chunks_of,
+    correlation_loss,
+)
 from cdrmix.reasoning.hebbian import (
     LARGEST_RELATIVE_CHANGE,
     EpisodeState,
     PlasticAdapter,
     PlasticBackbone,
-    clamped,
 )
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32}
@@ -39,6 +46,11 @@ def make(*, rule: str = "hebb", moe: dict[str, int] | None = None, **changed: ob
 
 def tokens(batch_size: int = 3, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(256, (batch_size, length))
+
+
+def first_chunks(x: torch.Tensor) -> tuple[Chunks, ...]:
+    """Chunks of x, [B, T, I], at the start of an episode."""
+    return chunks_of(x.shape[1], start=0, device=x.device)
 
 
 def same(a: object, b: object) -> bool:
@@ -149,7 +161,7 @@ def test_a_change_is_never_larger_than_its_share_of_the_layer_s_output() -> None
     layer = model.backbone.blocks[1].mixer.query
     x = torch.randn(3, 5, 64)
     adapted = model.adapter("blocks.1.mixer.query")(
-        x, layer(x), strong, start=0, writes=True, with_correlation=False
+        x, layer(x), strong, chunks=first_chunks(x), with_correlation=False
     )
     share = (adapted.y - layer(x)).norm(dim=-1) / layer(x).norm(dim=-1)
     torch.testing.assert_close(share[:, 0], torch.full((3,), LARGEST_RELATIVE_CHANGE))
@@ -163,7 +175,7 @@ def test_a_token_that_is_not_finite_is_not_stored() -> None:
     x = torch.randn(1, 12, 64)
     x[0, 4, 7] = torch.inf
     before = model.start(1).layers["blocks.1.mixer.query"]
-    adapted = adapter(x, layer(x), before, start=0, writes=True, with_correlation=False)
+    adapted = adapter(x, layer(x), before, chunks=first_chunks(x), with_correlation=False)
     assert adapted.after.weights.isfinite().all() and adapted.after.trace.isfinite().all()
     assert adapted.y[0, torch.arange(12) != 4].isfinite().all()
 
@@ -212,9 +224,8 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     adapter.trace_decay.fill_(100.0)  # at its bound, 1/2 per token
     first, second = torch.eye(2)
     x, y0 = torch.stack([first, second, first])[None], torch.stack([first, first, second])[None]
-    read = {"start": 0, "writes": True, "with_correlation": False}
     blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
-    found = adapter(x, y0, blank, **read)
+    found = adapter(x, y0, blank, chunks=first_chunks(x), with_correlation=False)
     # nothing precedes token 0; the trace before token 1 is [1, 0], before token 2 [.5, 1], whose
     # squared length of 1.25 lowers the write to 1 / 1.25
     weights = torch.tensor([[0.9, 0.0], [0.4, 0.8]])
@@ -222,13 +233,15 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     torch.testing.assert_close(found.after.trace[0], torch.tensor([1.25, 0.5]))
     # over filling H stays, and the trace, which is of the tokens just before, fades
     filling = torch.zeros(1, 4, dtype=torch.bool)
-    kept = adapter(torch.ones(1, 4, 2), torch.ones(1, 4, 2), found.after, mask=filling, **read)
+    four = torch.ones(1, 4, 2)
+    chunks = chunks_of(4, start=3, passes=filling, device=four.device)
+    kept = adapter(four, four, found.after, chunks=chunks, mask=filling, with_correlation=False)
     torch.testing.assert_close(kept.after.weights[0], weights)
     torch.testing.assert_close(kept.after.trace[0], torch.tensor([1.25, 0.5]) / 16)
     # the sixteenth token of an episode ends at the clamp, which leaves small weights alone
-    at_border = {**read, "start": 15, "mask": filling[:, :1]}
-    large = FastWeights(4 * weights[None], found.after.trace)
-    ended = adapter(torch.ones(1, 1, 2), torch.ones(1, 1, 2), large, **at_border)
+    one, large = four[:, :1], FastWeights(4 * weights[None], found.after.trace)
+    chunks = chunks_of(1, start=15, passes=filling[:, :1], device=one.device)
+    ended = adapter(one, one, large, chunks=chunks, mask=filling[:, :1], with_correlation=False)
     expected = torch.tensor([[3.6, 0.0], [1.6, 3.2]])
     torch.testing.assert_close(
         ended.after.weights[0], torch.where(expected > 1, 1 + torch.tanh(expected - 1), expected)
@@ -252,7 +265,7 @@ def test_each_adapter_learns_a_half_life_within_its_bounds() -> None:
     )
     x = torch.randn(1, 40, 2)
     blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
-    adapter(x, x, blank, start=0, writes=True, with_correlation=False).y.sum().backward()
+    adapter(x, x, blank, chunks=first_chunks(x), with_correlation=False).y.sum().backward()
     assert adapter.half_life.grad is not None and adapter.half_life.grad.any()
 
 
