@@ -173,10 +173,14 @@ class MemoryReader(nn.Module):
             return None
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
-        # segment by segment for all rows, as a write depends on the slots before it
-        for place in torch.nonzero(chosen.any(0)).flatten().tolist():
+        counts = chosen.sum(1)
+        # of each row the chosen places first, in the order of the text
+        places = chosen.int().argsort(dim=1, descending=True, stable=True)
+        # the n-th segment of all rows at once, as a write depends on the slots before it
+        for number in range(int(counts.max()) if len(rows) else 0):
+            place = places[:, number]
             after = self.memory.write(slots, reading.hidden[rows, place], mask[rows, place])
-            slots = torch.where(chosen[:, place].view(-1, 1, 1), after, slots)
+            slots = torch.where((number < counts).view(-1, 1, 1), after, slots)
         return slots
 
     def recalled(self, reading: Reading, rows: Tensor, chosen: Tensor) -> EpisodeState | None:
