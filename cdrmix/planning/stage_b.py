@@ -28,6 +28,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 from cdrmix.config.reasoning import (
     ANSWER_TOKENS,
@@ -73,6 +74,19 @@ _STATE_BYTES = 4  # fast weights are float32
 # computing some hundred tokens with them.
 _PIECES_PER_STAGE = 4
 _PIECE_TOKENS = 512
+
+
+class AdapterKernels(NamedTuple):
+    """Kernels that a plastic adapter starts in a call of whole chunks, however many, counted by
+    tests/unit/reasoning/test_hebbian.py."""
+
+    writing: int = 350  # and its gradients, with the objective
+    looking: int = 75  # at what was written, and its gradients
+    writing_alone: int = 87  # without gradients
+    looking_alone: int = 15
+
+
+ADAPTER_KERNELS = AdapterKernels()
 # Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
 _OPTIMIZER_BYTES = 46
 
@@ -214,6 +228,18 @@ def check_stage_b(config: Config, world_size: int) -> None:
         )
 
 
+class _Call(NamedTuple):
+    """Rows that the backbone reads together in a lesson of the joint phase."""
+
+    rows: int
+    tokens: int  # of a row
+    adapter_kernels: int  # of each plastic adapter, there and back
+
+    def turns(self, stages: int) -> int:
+        """Pieces that a stage computes, with those of other stages that it waits for."""
+        return len(pieces_of_rows(self.rows, self.tokens, stages)) + stages - 1
+
+
 class _Model:
     """Memory estimates of Stage B for one configuration on one cluster."""
 
@@ -239,20 +265,24 @@ class _Model:
         step = segments_of_pass(self._window, read)
         reads = [min(step, segments - at) for at in range(0, segments, step)]
         of_row = [min(self._window, row - at) for at in range(0, row, self._window)]
-        self._shapes = [
-            *((texts, count * read) for count in reads),
-            (2 * texts, window),
-            *((rows_of_text(texts), tokens) for tokens in of_row),
+        writing, looking = ADAPTER_KERNELS.writing, ADAPTER_KERNELS.looking
+        self._calls = [
+            *(_Call(texts, count * read, writing) for count in reads),
+            _Call(2 * texts, window, looking),
+            *(_Call(rows_of_text(texts), tokens, writing) for tokens in of_row),
         ]
-        self._calls = len(self._shapes)
+        adapters = stage_b_params(self._model, self._stage_b)
+        self._num_adapters = adapters.plastic_state // self._stage_b.adapters.rank**2
         self._read = read  # tokens of a segment with what is read before it
         self._segments_of_pass = step
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
         self._tokens = texts * (segments * read + 2 * window) + plain
         if not self._is_frozen:
             # plain text once more, so that it keeps its language, and drills without memory
-            self._tokens += plain + texts * DRILLS_PER_TASK * window
-            self._calls += 2
+            drills = _Call(texts * DRILLS_PER_TASK, window, 0)
+            replay = _Call(rows_of_text(texts), row, 0)
+            self._calls += drills, replay
+            self._tokens += drills.rows * window + plain
             self._scored += plain
         one_window = config.training.model_copy(update={"sequence_length": self._window})
         # a lesson reads single texts, so there are no documents to separate
@@ -285,15 +315,19 @@ class _Model:
         kernels = cost.moved.of_layers(range(self._model.num_layers), Degrees())
         moved = self._tokens * (kernels.forward_bytes + kernels.backward_bytes)
         outside, launches = cost.moved.outside(Degrees(), self._scored)
-        launches += self._calls * (kernels.forward + kernels.backward)
-        lesson = seconds_of(Work(passes * flops, moved + outside, launches), cluster, cost.peak)
+        # A stage starts its share of the kernels for each piece, and waits for those of the others.
+        for call in self._calls:
+            started = kernels.forward + kernels.backward + call.adapter_kernels * self._num_adapters
+            launches += call.turns(pipeline) / pipeline * started
+        share = self._share_of_time(pipeline)
+        work = Work(share * passes * flops, share * (moved + outside), launches)
+        lesson = seconds_of(work, cluster, cost.peak)
         data = cluster.world_size // pipeline
         trained = stage_b_params(self._model, self._stage_b).total_params
         trained += 0 if self._is_frozen else self._params.total()
         exchanged = 2 * self._memory.element_bytes * trained * (1 - 1 / data)
         once = exchanged / ring_bandwidth(cluster, data)
         once += memory_seconds(_OPTIMIZER_BYTES * trained / data, cluster)
-        lesson *= self._share_of_time(pipeline)
         return -(-training.lessons_per_step // data) * lesson + once
 
     def policy_step_seconds(self, pipeline: int) -> float:
@@ -313,9 +347,18 @@ class _Model:
         segments = longest * sum(ratios) / len(ratios) / max(ratios)
         episodes = training.texts_per_lesson * training.group_size
 
-        def forward(tokens: float, calls: float, *, scored: float = 0) -> float:
+        def forward(
+            tokens: float,
+            calls: float,
+            *,
+            adapters: int = ADAPTER_KERNELS.looking_alone,
+            scored: float = 0,
+            share: float = 1.0,
+        ) -> float:
             moved = tokens * kernels.forward_bytes
-            work = Work(tokens * flops + scored * cost.flops_above, moved, calls * kernels.forward)
+            started = calls * (kernels.forward + adapters * self._num_adapters)
+            products = tokens * flops + scored * cost.flops_above
+            work = Work(share * products, share * moved, started)
             return seconds_of(work, self._cluster, cost.peak)
 
         texts = training.texts_per_lesson
@@ -327,12 +370,18 @@ class _Model:
             min(self._window, min(retrievals * top_k, policy.max_spliced) * width + beside)
             for retrievals in range(policy.retrieval_rounds + 1)
         ]
-        lesson = self._share_of_time(pipeline) * (
-            forward(read, segments / self._segments_of_pass)
-            + forward(episodes * sum(looked), len(looked))
+        share = self._share_of_time(pipeline)
+        of_pass = _Call(texts, self._segments_of_pass * self._read, 0).turns(pipeline) / pipeline
+        lesson = forward(
+            *(read, segments / self._segments_of_pass * of_pass),
+            adapters=ADAPTER_KERNELS.writing_alone,
+            share=share,
         )
+        for tokens in looked:
+            turns = _Call(episodes, tokens, 0).turns(pipeline) / pipeline
+            lesson += forward(episodes * tokens, turns, share=share)
         if training.question == "first":  # the question alone, for how near segments are to it
-            lesson += forward(texts * beside, 1)
+            lesson += forward(texts * beside, 1, adapters=0)
         # Windows are read again for their answers, which are then decoded together. Each call reads
         # the weights, of nearly all experts, one stage after the other.
         calls = episodes + training.answer_tokens - 1
@@ -350,10 +399,10 @@ class _Model:
         """
         alone = 0
         staged = 0.0
-        for rows, tokens in self._shapes:
-            pieces = len(pieces_of_rows(rows, tokens, stages))
-            alone += rows * tokens
-            staged += rows * tokens * (pieces + stages - 1) / (pieces * stages)
+        for call in self._calls:
+            turns = call.turns(stages)
+            alone += call.rows * call.tokens
+            staged += call.rows * call.tokens * turns / ((turns - stages + 1) * stages)
         return staged / alone
 
     def estimate(self, pipeline: int) -> Memory:

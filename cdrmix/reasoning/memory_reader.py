@@ -14,6 +14,7 @@ a text. At the end the window holds segments fetched from memory and the questio
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,14 @@ from cdrmix.planning.blocks.block_type import layer_type
 from cdrmix.planning.stage_b import question_head, segment_tokens, segments_of_pass
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
-from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action, MemoryPolicy
 from cdrmix.reasoning.segments import Asked, Marks, Texts, ask_first, fitting, window_tokens
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score (of a segment, how near it is to a
 # question that is read first), window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
+AT_QUESTION = 1  # the feature that is 1 once the question is asked, else 0
 # Answers are decoded together from as many full windows at most.
 _WINDOWS_TOGETHER = 32
 # A tenth of the gain of adapters that learn beside an untrained backbone: a trained one is hardly
@@ -115,6 +117,14 @@ class MemoryReader(nn.Module):
         self.plastic.initialize(seed=seed, gain=_INITIAL_GAIN)
         for module in (self.memory, self.retrieval, self.policy):
             module.initialize(seed=seed)
+        # Before the question two of four actions cost an operation. An agent to whom all are as
+        # likely has spent the budget long before the end of a text with many more segments, so that
+        # only what stands at the beginning could teach it. So it passes more of them by at first.
+        most = max(self.config.training.length_ratios) * self.window_tokens // self.segment_tokens
+        passing = math.log(max(2 * most / self.config.policy.step_budget - 3, 1.0))
+        features = self.policy.feature_policy
+        features.bias[Action.SPLICE_WINDOW] = passing
+        features.weight[Action.SPLICE_WINDOW, AT_QUESTION] = -passing
 
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False

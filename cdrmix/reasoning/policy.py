@@ -107,7 +107,7 @@ class Decision(NamedTuple):
 class MemoryPolicy(nn.Module):
     """Policy and value heads over the backbone's last hidden state and the memory's state.
 
-    The policy starts uniform over the legal actions.
+    The policy starts uniform over the legal actions, unless whoever acts by it says otherwise.
     """
 
     def __init__(self, hidden_size: int, num_features: int, *, value_width: int = 64) -> None:

@@ -200,10 +200,11 @@ def test_a_step_of_stage_b_is_timed_by_its_lessons() -> None:
         2 * step("stage_b.training.lessons_per_step=8"), rel=0.05
     )
     assert step("stage_b.training.backbone_lr_scale=0.1") > 1.2 * frozen, "more is differentiated"
-    # four texts a lesson are too few for eight stages: some wait, and with more fewer do
+    # four texts a lesson are too few for eight stages: some wait, and with more fewer do; and each
+    # piece starts the kernels of its stage anew
     more = "stage_b.training.texts_per_lesson=16"
-    assert 4 * frozen < step("stage_b.pipeline=8") < 8 * frozen
-    assert step("stage_b.pipeline=8", more) < 2.5 * step(more)
+    assert 4 * frozen < step("stage_b.pipeline=8") < 12 * frozen
+    assert step("stage_b.pipeline=8", more) < 3 * step(more)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 8])

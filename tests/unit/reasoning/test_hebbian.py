@@ -1,13 +1,17 @@
 """Plastic adapters on real backbones: exactness when off, state, guards, branches."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.clamped_recurrence import clamped
 from cdrmix.models.state_rows import branch, map_tensors, select
+from cdrmix.planning.stage_b import ADAPTER_KERNELS
 from cdrmix.reasoning.fast_weights import (
     RULES,
     Chunks,
@@ -246,6 +250,50 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     torch.testing.assert_close(
         ended.after.weights[0], torch.where(expected > 1, 1 + torch.tanh(expected - 1), expected)
     )
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that start a kernel on a GPU: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(
+            each.alias_info is not None and not each.alias_info.is_write
+            for each in func._schema.returns
+        )
+        self.number += not is_view and func.overloadpacket is not torch.ops.aten._unsafe_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("length", [32, 192])
+def test_an_adapter_starts_as_many_kernels_as_the_plan_counts(length: int) -> None:
+    config = AdapterConfig(rank=4, alpha=0.2, half_life_tokens=(16, 512))
+    adapter = PlasticAdapter(8, 8, config, "hebb")
+    adapter.initialize(seed=0, name="adapter")
+    x = torch.randn(2, length, 8)
+    before = FastWeights(torch.randn(2, 4, 4, requires_grad=True), torch.zeros(2, 4))
+
+    def count(*, writes: bool, learns: bool) -> int:
+        y0 = torch.randn(2, length, 8, requires_grad=True)
+        chunks = first_chunks(x) if writes else None
+        with torch.set_grad_enabled(learns), Operations() as seen:
+            found = adapter(x, y0, before, chunks=chunks, with_correlation=writes and learns)
+            if learns:
+                loss = found.y.sum()
+                (loss + found.correlation if writes else loss).backward()
+        return seen.number
+
+    counted = ADAPTER_KERNELS._replace(
+        writing=count(writes=True, learns=True),
+        looking=count(writes=False, learns=True),
+        writing_alone=count(writes=True, learns=False),
+        looking_alone=count(writes=False, learns=False),
+    )
+    assert counted == pytest.approx(ADAPTER_KERNELS, rel=0.05)
 
 
 def test_each_adapter_learns_a_half_life_within_its_bounds() -> None:

@@ -10,10 +10,11 @@ from cdrmix.errors import DataError
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning import memory_reader
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.memory_reader import AT_QUESTION, MemoryReader
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
+from cdrmix.stage_b.phases import stage_b_section
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
     small_config,
@@ -311,3 +312,32 @@ def test_an_agent_that_knows_the_question_sees_how_near_a_segment_is_to_it() -> 
     assert episodes.observe(state).features[1, score] == 0
     asked_last = ReadingEpisodes(last, last.read(texts), lambda *_: 0.0)
     assert not asked_last.observe(asked_last.start()).features[:, score].any()
+
+
+@pytest.mark.parametrize(("budget", "share"), [(2, 0.25), (4, 0.5), (64, 0.5)])
+def test_an_agent_begins_with_as_many_operations_as_its_budget_has_for_a_text(
+    lesson: Lesson, budget: int, share: float
+) -> None:
+    # Texts of two windows have eight segments at least.
+    config = small_config(tasks=("needle_keys",))
+    stage_b = stage_b_section(config)
+    policy = stage_b.policy.model_copy(update={"step_budget": budget})
+    config = config.model_copy(update={"stage_b": stage_b.model_copy(update={"policy": policy})})
+    reader = small_reader(config)
+    reading = reader.read(lesson.texts)
+    episodes = ReadingEpisodes(reader, reading, lambda *_: 0.0)
+    state = episodes.start()
+    hidden, features, _ = episodes.observe(state)
+    every = torch.ones(len(hidden), NUM_ACTIONS, dtype=torch.bool)
+    chances = reader.policy(hidden, features, every).logprobs.exp()
+    operations = chances[:, [Action.RETRIEVE, Action.CACHE_WRITE]].sum(1)
+    torch.testing.assert_close(operations, torch.full_like(operations, share))
+    asked = features.clone()
+    asked[:, AT_QUESTION] = 1
+    chances = reader.policy(hidden, asked, every).logprobs.exp()
+    torch.testing.assert_close(chances, torch.full_like(chances, 1 / NUM_ACTIONS))
+    while not episodes._is_asked(state).all():
+        assert not episodes.observe(state).features[~episodes._is_asked(state), AT_QUESTION].any()
+        passing = torch.full((len(state.rows),), int(Action.SPLICE_WINDOW))
+        state = episodes.step(state, passing).state
+    assert episodes.observe(state).features[:, AT_QUESTION].all()
