@@ -38,6 +38,7 @@ from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 # question that is read first), window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
 AT_QUESTION = 1  # the feature that is 1 once the question is asked, else 0
+NEARNESS = 3  # the best score
 # Answers are decoded together from as many full windows at most.
 _WINDOWS_TOGETHER = 32
 # A tenth of the gain of adapters that learn beside an untrained backbone: a trained one is hardly
@@ -84,7 +85,6 @@ class MemoryReader(nn.Module):
         self.plastic = PlasticBackbone(backbone, stage_b.adapters)
         self.memory = WorkingMemory(width, stage_b.memory)
         self.retrieval = RetrievalEncoder(width, stage_b.memory.summary_dim)
-        self.policy = MemoryPolicy(width, NUM_FEATURES, value_width=stage_b.policy.value_width)
         self.config = stage_b
         self.marks = marks
         self.window_tokens = window_tokens
@@ -92,6 +92,11 @@ class MemoryReader(nn.Module):
         self.segment_tokens = segment_tokens(window_tokens, training.segment_tokens)
         self.answer_tokens = training.answer_tokens
         self.asks_first = training.question == "first"
+        # How near a segment is to the question has to decide what is kept, beside a hidden state of
+        # many values: with a factor of 1 agents keep what comes first.
+        weights = {NEARNESS: width / 2} if self.asks_first else None
+        value_width = stage_b.policy.value_width
+        self.policy = MemoryPolicy(width, NUM_FEATURES, value_width=value_width, weights=weights)
         self._joins_lengths = all(
             kind == "transformer" or layer_type(backbone.config, layer).carries_state
             for layer, kind in enumerate(backbone.config.layer_kinds())

@@ -8,6 +8,7 @@ actions side by side and takes the first that is good enough, for acting only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -110,8 +111,26 @@ class MemoryPolicy(nn.Module):
     The policy starts uniform over the legal actions, unless whoever acts by it says otherwise.
     """
 
-    def __init__(self, hidden_size: int, num_features: int, *, value_width: int = 64) -> None:
+    of_features: Tensor  # factors on features, [F]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_features: int,
+        *,
+        value_width: int = 64,
+        weights: Mapping[int, float] | None = None,
+    ) -> None:
+        """`weights` are factors on features, by their place, with which the policy sees them.
+
+        An optimizer such as Adam moves all weights alike, so that what is learned first is what the
+        features that are large together tell, which are those of the hidden state.
+        """
         super().__init__()
+        of_features = torch.ones(num_features)
+        for place, weight in (weights or {}).items():
+            of_features[place] = weight
+        self.register_buffer("of_features", of_features, persistent=False)
         self.policy = nn.Linear(hidden_size, NUM_ACTIONS, bias=False)
         self.feature_policy = nn.Linear(num_features, NUM_ACTIONS)
         self.value = nn.Linear(hidden_size, 1, bias=False)
@@ -134,7 +153,7 @@ class MemoryPolicy(nn.Module):
         dtype = self.policy.weight.dtype
         hidden = hidden.to(dtype)
         features = features.to(dtype)
-        logits = self.policy(hidden) + self.feature_policy(features)
+        logits = self.policy(hidden) + self.feature_policy(features * self.of_features)
         logits = logits.float().masked_fill(~legal, -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1)
         # an illegal action has no share in the entropy: 0 log 0 is 0, but 0 * -inf is not a number

@@ -10,7 +10,7 @@ from cdrmix.errors import DataError
 from cdrmix.models.state_rows import select
 from cdrmix.reasoning import memory_reader
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.memory_reader import AT_QUESTION, MemoryReader
+from cdrmix.reasoning.memory_reader import AT_QUESTION, NEARNESS, NUM_FEATURES, MemoryReader
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
@@ -341,3 +341,21 @@ def test_an_agent_begins_with_as_many_operations_as_its_budget_has_for_a_text(
         passing = torch.full((len(state.rows),), int(Action.SPLICE_WINDOW))
         state = episodes.step(state, passing).state
     assert episodes.observe(state).features[:, AT_QUESTION].all()
+
+
+@torch.no_grad()
+def test_how_near_a_segment_is_to_a_question_read_first_weighs_as_much_as_its_hidden_state() -> (
+    None
+):
+    readers = [small_reader(small_config(question=question)) for question in ("first", "last")]
+    hidden, legal = torch.zeros(1, 64), torch.ones(1, NUM_ACTIONS, dtype=torch.bool)
+    near = torch.zeros(1, NUM_FEATURES)
+    near[:, NEARNESS] = 0.5
+    logits = []
+    for reader in readers:
+        policy = reader.policy
+        policy.feature_policy.weight[Action.CACHE_WRITE, NEARNESS] = 0.125
+        decision = policy(hidden, near, legal)
+        logits.append(float(decision.logprobs[0, Action.CACHE_WRITE] - decision.logprobs[0, 0]))
+        assert not any("of_features" in name for name in reader.state_dict())
+    assert logits == pytest.approx([0.125 * 0.5 * 64 / 2, 0.125 * 0.5])
