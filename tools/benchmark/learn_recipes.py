@@ -5,7 +5,9 @@ does the one here: of the tiny variant's size, it learns that in Stage B once, a
 recipes. Of a recipe all counts are kept: segments of a window and of a text, operations, segments
 of a retrieval, rollouts, and all numbers of the policy. All lengths in tokens are divided by
 `LENGTHS`, as sentences here are so much shorter than a segment there; steps are divided by `STEPS`,
-and rates multiplied by it; and a step has `TEXTS` texts.
+and rates multiplied by it; and a step has `TEXTS` texts. The policy's steps are divided by
+`POLICY_STEPS`, and its rate is that of the tiny variant: what an update moves an agent's
+preferences by is its rate times the width of the hidden state.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from tools.benchmark.timing import report
 RECIPES = ("1b", "4b", "40b", "200b")
 LENGTHS = 4
 STEPS = 20
+POLICY_STEPS = 10
 TEXTS = 16
 NUM_EVALUATED = 32
 TINY = "cdrmix-reason-tiny.yaml"
 WINDOW = 256  # of the backbone that is frozen, as many tokens as its Stage A reads
 SEGMENT = 16
 MOST_FETCHED = 8  # segments of a retrieval, of the recipes with the most
-COPYING_STEPS = 200
+COPYING_STEPS = 500
+COPYING_RATE = 5e-3  # half of the reader's, which can copy already
 NO_TABLE = ("evaluation.reasoning_examples=0",)
 
 
@@ -52,10 +56,12 @@ def shrunk(recipe: str, backbone: Path) -> dict[str, Any]:
     stage_b["memory"]["summary_dim"] = config["stage_b"]["memory"]["summary_dim"]
     training["window_tokens"] //= LENGTHS
     training["segment_tokens"] = SEGMENT
-    for name in ("memory_steps", "adapter_steps", "joint_steps", "policy_steps", "warmup_steps"):
+    for name in ("memory_steps", "adapter_steps", "joint_steps", "warmup_steps"):
         training[name] //= STEPS
-    for part in ("memory", "adapter", "policy"):
+    training["policy_steps"] //= POLICY_STEPS
+    for part in ("memory", "adapter"):
         training[f"{part}_learning_rate"] *= STEPS
+    training["policy_learning_rate"] = config["stage_b"]["training"]["policy_learning_rate"]
     training["lessons_per_step"] = TEXTS // training["texts_per_lesson"]
     training["tasks"] = list(TASKS)
     config["name"] = f"cdrmix-reason-{recipe}-shrunk"
@@ -69,16 +75,18 @@ def copying_backbone(place: Path, *, seed: int) -> Path:
     """Trains the backbone, and returns the run of a Stage A that ends with it.
 
     The tiny variant learns to answer first; then its backbone learns to do so from windows of 256
-    tokens, in which up to five segments stand beside the evidence, as a retrieval of several brings
-    them.
+    tokens, in which up to seven segments stand beside the evidence, as a retrieval of several
+    brings them.
     """
     reader = place / "reader"
-    _train(reader, shipped("model_configs") / TINY, f"training.seed={seed}", *NO_TABLE)
+    without_agent = (f"training.seed={seed}", "stage_b.training.policy_steps=0", *NO_TABLE)
+    _train(reader, shipped("model_configs") / TINY, *without_agent)
     taught = place / "taught"
     settings = {
         "window_tokens": WINDOW,
         "segment_tokens": SEGMENT,
         "joint_steps": COPYING_STEPS,
+        "adapter_learning_rate": COPYING_RATE,
         "memory_steps": 0,
         "adapter_steps": 0,
         "policy_steps": 0,
