@@ -17,7 +17,6 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import roll_out
 from tools.benchmark.learn_system import (
-    POLICY_RATE,
     Fetching,
     lessons_of,
     small_reader,
@@ -32,7 +31,7 @@ BUDGET = 8  # writes and retrievals of a text
 TRAINED_RATIOS = (1, 2, 4, 8)
 RATIO = 8
 JOINT_STEPS = 150
-ITERATIONS = 100
+ITERATIONS = 40
 NUM_LESSONS = 8  # of 16 texts
 
 
@@ -42,7 +41,6 @@ def learn(
     *,
     steps: int = JOINT_STEPS,
     iterations: int = ITERATIONS,
-    policy_rate: float = POLICY_RATE,
     num_lessons: int = NUM_LESSONS,
 ) -> dict[str, Any]:
     """Share of texts of eight windows whose needle is found, and that of segments kept at most."""
@@ -53,7 +51,7 @@ def learn(
         policy={"step_budget": BUDGET},
     )
     train_joint(reader, lessons, config, steps=steps)
-    train_policy(reader, lessons, config, iterations=iterations, rate=policy_rate)
+    train_policy(reader, lessons, config, iterations=iterations)
     training = lessons.training.model_copy(update={"length_ratios": (RATIO,)})
     found = _found(reader, lessons_of(training, seed), num_lessons)
     return {"question": question, "seed": seed, **found, "seconds": time.process_time() - began}
