@@ -42,6 +42,7 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
+from cdrmix.reasoning.shared_words import SharedWords, words_of
 from cdrmix.reasoning.tasks import (
     RECALL,
     TRAINED,
@@ -347,8 +348,15 @@ class Lessons:
         is_bare = not evidence and not is_made_up(example)
         stay = kept(example, texts, rng) if is_bare else evidence
         others = [place for place in range(len(segments)) if place not in stay]
-        fillers = rng.sample(others, max(self.num_segments - len(stay), 0))
-        order = sorted([*stay, *fillers])
+        count = max(self.num_segments - len(stay), 0)
+        # Half of them as a retrieval brings them, which are the likest to what is asked for: with
+        # any segments of a long text alone, nothing is learned of telling one needle from another.
+        words = SharedWords([words_of(text) for text in texts])
+        scores = words.scores(words.asked(words_of(example.question), stay))
+        rng.shuffle(others)  # of equal ones any
+        alike = sorted(others, key=lambda place: -scores[place])[: count // 2]
+        left = [place for place in others if place not in alike]
+        order = sorted([*stay, *alike, *rng.sample(left, count - len(alike))])
         places = {place: index for index, place in enumerate(order)}
         return [segments[place] for place in order], [places[place] for place in evidence]
 

@@ -107,6 +107,24 @@ def test_windows_hold_the_strays_that_a_retrieval_of_so_many_segments_brings(
     assert beside == set(range(most + 1))
 
 
+def test_of_a_long_text_the_likest_segments_stay_beside_the_evidence() -> None:
+    """They are what a retrieval brings: another needle stayed in less than half of such texts."""
+    config = small_config(texts_per_lesson=16, tasks=("needle_keys",), segment_tokens=24)
+    lessons = Lessons(stage_b_section(config).training, 0, 1024, tokenizer())
+    lesson = lessons.lesson("joint", 0)
+    others = []
+    for row, evidence in enumerate(lesson.evidence):
+        texts = [
+            tokenizer().decode(lesson.texts.segment(row, place))
+            for place in torch.nonzero(lesson.texts.lengths[row]).flatten().tolist()
+            if place not in evidence
+        ]
+        assert len(texts) == 5
+        others.append(sum(any(map(str.isdigit, text)) for text in texts))
+    assert sum(number > 0 for number in others) >= 12
+    assert min(others) < 3, "the rest are any segments"
+
+
 def test_drills_fit_into_the_window_and_come_where_a_backbone_learns() -> None:
     lessons = small_lessons(small_config(tasks=TASKS))
     drills = lessons.lesson("joint", 0).drills
