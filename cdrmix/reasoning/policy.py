@@ -153,7 +153,8 @@ class MemoryPolicy(nn.Module):
         dtype = self.policy.weight.dtype
         hidden = hidden.to(dtype)
         features = features.to(dtype)
-        logits = self.policy(hidden) + self.feature_policy(features * self.of_features)
+        weighted = features * self.of_features.to(dtype)
+        logits = self.policy(hidden) + self.feature_policy(weighted)
         logits = logits.float().masked_fill(~legal, -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1)
         # an illegal action has no share in the entropy: 0 log 0 is 0, but 0 * -inf is not a number

@@ -203,7 +203,7 @@ def test_the_plan_knows_the_calls_of_a_lesson() -> None:
     of_stage_b = config.stage_b.training.model_copy(update={"window_tokens": WINDOW_TOKENS})
     section = config.stage_b.model_copy(update={"training": of_stage_b})
     planned = config.model_copy(update={"training": training, "stage_b": section})
-    shapes = stage_b._Model(planned, processes(1), 1)._shapes
-    assert [rows for rows, _ in shapes] == [rows for rows, _ in calls]
-    for (_, most), (_, tokens) in zip(shapes, calls, strict=True):
+    known = stage_b._Model(planned, processes(1), 1)._calls
+    assert [call.rows for call in known] == [rows for rows, _ in calls]
+    for (_, most, _), (_, tokens) in zip(known, calls, strict=True):
         assert 0.75 * most <= tokens <= most
