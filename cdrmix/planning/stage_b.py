@@ -74,11 +74,15 @@ _STATE_BYTES = 4  # fast weights are float32
 # computing some hundred tokens with them.
 _PIECES_PER_STAGE = 4
 _PIECE_TOKENS = 512
+# Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
+_OPTIMIZER_BYTES = 46
 
 
 class AdapterKernels(NamedTuple):
-    """Kernels that a plastic adapter starts in a call of whole chunks, however many, counted by
-    tests/unit/reasoning/test_hebbian.py."""
+    """Kernels that a plastic adapter starts in a call of whole chunks, however many.
+
+    tests/unit/reasoning/test_hebbian.py counts them.
+    """
 
     writing: int = 350  # and its gradients, with the objective
     looking: int = 75  # at what was written, and its gradients
@@ -87,8 +91,6 @@ class AdapterKernels(NamedTuple):
 
 
 ADAPTER_KERNELS = AdapterKernels()
-# Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
-_OPTIMIZER_BYTES = 46
 
 
 def segment_tokens(window_tokens: int, longest: int | None) -> int:
@@ -237,7 +239,11 @@ class _Call(NamedTuple):
 
     def turns(self, stages: int) -> int:
         """Pieces that a stage computes, with those of other stages that it waits for."""
-        return len(pieces_of_rows(self.rows, self.tokens, stages)) + stages - 1
+        return self.pieces(stages) + stages - 1
+
+    def pieces(self, stages: int) -> int:
+        """Pieces that its rows are cut into."""
+        return len(pieces_of_rows(self.rows, self.tokens, stages))
 
 
 class _Model:
@@ -271,8 +277,10 @@ class _Model:
             _Call(2 * texts, window, looking),
             *(_Call(rows_of_text(texts), tokens, writing) for tokens in of_row),
         ]
-        adapters = stage_b_params(self._model, self._stage_b)
-        self._num_adapters = adapters.plastic_state // self._stage_b.adapters.rank**2
+        self._num_adapters = 0
+        if "plastic" in self._stage_b.memory.parts:
+            numbers = stage_b_params(self._model, self._stage_b).plastic_state
+            self._num_adapters = numbers // self._stage_b.adapters.rank**2
         self._read = read  # tokens of a segment with what is read before it
         self._segments_of_pass = step
         self._scored = plain  # tokens that meet the vocabulary, those of answers left out
@@ -371,12 +379,9 @@ class _Model:
             for retrievals in range(policy.retrieval_rounds + 1)
         ]
         share = self._share_of_time(pipeline)
-        of_pass = _Call(texts, self._segments_of_pass * self._read, 0).turns(pipeline) / pipeline
-        lesson = forward(
-            *(read, segments / self._segments_of_pass * of_pass),
-            adapters=ADAPTER_KERNELS.writing_alone,
-            share=share,
-        )
+        one_pass = _Call(texts, self._segments_of_pass * self._read, 0)
+        passes = segments / self._segments_of_pass * one_pass.turns(pipeline) / pipeline
+        lesson = forward(read, passes, adapters=ADAPTER_KERNELS.writing_alone, share=share)
         for tokens in looked:
             turns = _Call(episodes, tokens, 0).turns(pipeline) / pipeline
             lesson += forward(episodes * tokens, turns, share=share)
@@ -400,9 +405,9 @@ class _Model:
         alone = 0
         staged = 0.0
         for call in self._calls:
-            turns = call.turns(stages)
-            alone += call.rows * call.tokens
-            staged += call.rows * call.tokens * turns / ((turns - stages + 1) * stages)
+            tokens = call.rows * call.tokens
+            alone += tokens
+            staged += tokens * call.turns(stages) / (call.pieces(stages) * stages)
         return staged / alone
 
     def estimate(self, pipeline: int) -> Memory:

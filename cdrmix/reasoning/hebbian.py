@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -130,9 +130,9 @@ class PlasticAdapter(nn.Module):
         pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
         post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
-        # a single token that is not finite would spoil H for the rest of the text
-        total = pre.sum(-1) + post.sum(-1) + strength
-        finite = total == total  # no part of it is infinite
+        # A single token that is not finite would spoil H for the rest of the text. Normalised, an
+        # infinite one is not a number.
+        finite = ~(pre.sum(-1) + post.sum(-1) + strength).isnan()
         stores = finite if mask is None else finite & mask
         pre, post = (torch.where(stores.unsqueeze(-1), part, 0) for part in (pre, post))
         trace = traces(pre, before.trace, 0.5 * torch.sigmoid(self.trace_decay.float()))
@@ -321,20 +321,22 @@ class PlasticBackbone(nn.Module):
             output = self.backbone(
                 input_ids, segment_ids=segment_ids, state=state.blocks, return_state=return_blocks
             )
-        layers: dict[str, FastWeights] = {}
+        layers = {name: joined([each.after for each in pieces]) for name, pieces in results.items()}
+        num_tokens = state.num_tokens + (length if writes else 0)
+        after = EpisodeState(layers, num_tokens, output.state)
+        return PlasticOutput(output, after, self._correlation(results.values()))
+
+    def _correlation(self, results: Iterable[Sequence[Adapted]]) -> Tensor | None:
+        """Local objective of the layers, each in pieces of the rows; None unless asked for."""
         objectives = []
-        for name, pieces in results.items():
-            layers[name] = joined([piece.after for piece in pieces])
+        for pieces in results:
             parts = [piece.correlation for piece in pieces if piece.correlation is not None]
             if parts:
                 objectives.append(torch.stack(parts).sum(0))
-        num_tokens = state.num_tokens + (length if writes else 0)
-        after = EpisodeState(layers, num_tokens, output.state)
-        correlation = None
-        if objectives:
-            # a stage of a pipeline holds some layers; the mean is over those of all stages
-            correlation = mean_over_layers(torch.stack(objectives), self.backbone)
-        return PlasticOutput(output, after, correlation)
+        if not objectives:
+            return None
+        # a stage of a pipeline holds some layers; the mean is over those of all stages
+        return mean_over_layers(torch.stack(objectives), self.backbone)
 
     def adapter(self, name: str) -> PlasticAdapter:
         """Returns the adapter of a layer, by the layer's name in the backbone."""

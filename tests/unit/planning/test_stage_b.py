@@ -200,6 +200,8 @@ def test_a_step_of_stage_b_is_timed_by_its_lessons() -> None:
         2 * step("stage_b.training.lessons_per_step=8"), rel=0.05
     )
     assert step("stage_b.training.backbone_lr_scale=0.1") > 1.2 * frozen, "more is differentiated"
+    without = ("stage_b.memory.parts=[episodic]", "stage_b.training.adapter_steps=0")
+    assert step(*without) < 0.9 * frozen, "plastic adapters start kernels of their own"
     # four texts a lesson are too few for eight stages: some wait, and with more fewer do; and each
     # piece starts the kernels of its stage anew
     more = "stage_b.training.texts_per_lesson=16"
