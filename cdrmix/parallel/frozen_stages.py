@@ -40,7 +40,7 @@ from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part, sum_over_ranks
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.blocks.block_type import is_v_first_made
-from cdrmix.planning.stage_b import pieces_of_rows
+from cdrmix.planning.lesson_sizes import pieces_of_rows
 
 Measured = TypeVar("Measured")
 

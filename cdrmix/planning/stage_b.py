@@ -25,17 +25,11 @@ Those of all lessons of a step wait on the host.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-from cdrmix.config.reasoning import (
-    ANSWER_TOKENS,
-    SEGMENTS_PER_WINDOW,
-    PolicyConfig,
-    StageBConfig,
-)
+from cdrmix.config.reasoning import ANSWER_TOKENS, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.activations import SavedActivations
@@ -44,122 +38,29 @@ from cdrmix.planning.cost import CostModel
 from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.lesson_sizes import (
+    ADAPTER_KERNELS,
+    DRILLS_PER_TASK,
+    QUESTION_TOKENS,
+    most_steps,
+    pieces_of_rows,
+    question_head,
+    row_tokens,
+    rows_of_text,
+    segment_tokens,
+    segments_of_pass,
+    steps_after_question,
+    trained_segments,
+)
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan, StageBLayout
 from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import boundary_values, stage_layers
 from cdrmix.planning.step_time import Work, memory_seconds, ring_bandwidth, seconds_of
 
-LARGEST_SEGMENT = 64  # tokens, unless another length is given
-# Fewest segments of a text in all phases but the policy's: so many that retrieval can pick a wrong
-# one.
-TRAINED_SEGMENTS = 6
-# Segments beside the evidence where one is fetched at a time, at most.
-MOST_STRAYS = 2
-# Segments are read together in passes of at least so many tokens, each as a document of its own:
-# passes of single segments of small windows would cost more in calls than in arithmetic.
-_LEAST_PASS_TOKENS = 256
-# Tasks of a lesson for each row of plain text.
-TASKS_PER_ROW = 8
-# Further windows for each task, of evidence, question and answer, where the backbone is trained:
-# learning to answer from a window takes many times the examples that retrieval takes.
-DRILLS_PER_TASK = 4
-# Largest number of windows of a row of plain text.
-_WINDOWS_OF_TEXT = 4
-# Approximate tokens of a question, an answer and the marks around them.
-_QUESTION_TOKENS = 64
 _STATE_BYTES = 4  # fast weights are float32
-# Pieces of a call's rows for each pipeline stage, and the fewest tokens of one. With four a stage
-# waits for a fifth of the time. A piece reads all weights of the stage, which takes as long as
-# computing some hundred tokens with them.
-_PIECES_PER_STAGE = 4
-_PIECE_TOKENS = 512
 # Bytes of the optimizer for each parameter that is trained (planning/state_traffic.py).
 _OPTIMIZER_BYTES = 46
-
-
-class AdapterKernels(NamedTuple):
-    """Kernels that a plastic adapter starts in a call of whole chunks, however many.
-
-    tests/unit/reasoning/test_hebbian.py counts them.
-    """
-
-    writing: int = 350  # and its gradients, with the objective
-    looking: int = 75  # at what was written, and its gradients
-    writing_alone: int = 87  # without gradients
-    looking_alone: int = 15
-
-
-ADAPTER_KERNELS = AdapterKernels()
-
-
-def segment_tokens(window_tokens: int, longest: int | None) -> int:
-    """Length of the longest segment, of which several fit into a window (tokens).
-
-    `longest` is `stage_b.training.segment_tokens`.
-    """
-    most = LARGEST_SEGMENT if longest is None else longest
-    return min(most, window_tokens // SEGMENTS_PER_WINDOW)
-
-
-def segments_of_pass(window_tokens: int, width: int) -> int:
-    """Number of segments of `width` tokens that are read in one pass."""
-    return max(max(window_tokens, _LEAST_PASS_TOKENS) // width, 1)
-
-
-def trained_segments(stage_b: StageBConfig) -> int:
-    """Number of segments of a text in all phases but the policy's.
-
-    A retrieval brings `memory.top_k` segments, and a window holds `policy.max_spliced` of them: the
-    windows of training have to hold as many, or answers are right from few segments alone.
-    """
-    most = stage_b.memory.top_k + MOST_STRAYS
-    return max(TRAINED_SEGMENTS, min(most, stage_b.policy.max_spliced))
-
-
-def question_head(window_tokens: int) -> int:
-    """Room for a question and its marks before each segment, where it is read first (tokens).
-
-    A constant: how much is read before a segment tells in its fast weights, so that a text's would
-    depend on the questions of those beside it.
-    """
-    return min(_QUESTION_TOKENS, window_tokens // 2)
-
-
-def rows_of_text(texts: int) -> int:
-    """Number of rows of plain text in a lesson of `texts` texts."""
-    return max(1, texts // TASKS_PER_ROW)
-
-
-def row_tokens(window_tokens: int, sequence_length: int) -> int:
-    """Tokens of a row of plain text: the first windows of a row of the corpus."""
-    return min(sequence_length, _WINDOWS_OF_TEXT * window_tokens)
-
-
-def pieces_of_rows(rows: int, tokens: int, stages: int) -> list[slice]:
-    """Cuts a call of `rows` rows of `tokens` tokens into pieces, which follow each other through
-    the stages of a pipeline: while one stage computes a piece, the one before computes the next.
-    """
-    if stages == 1:
-        return [slice(0, rows)]
-    pieces = max(1, min(_PIECES_PER_STAGE * stages, rows, rows * tokens // _PIECE_TOKENS))
-    ends = [rows * place // pieces for place in range(pieces + 1)]
-    return list(itertools.starmap(slice, itertools.pairwise(ends)))
-
-
-def steps_after_question(policy: PolicyConfig) -> int:
-    """Steps that there is time for once the question is asked, the answer the last of them."""
-    return 2 * policy.retrieval_rounds + 1
-
-
-def most_steps(stage_b: StageBConfig, window_tokens: int) -> int:
-    """Upper bound of the steps of an episode on the longest text."""
-    # Of two segments beside each other, the first sentence of the second had no room in the first:
-    # both together are longer than the longest segment.
-    tokens = max(stage_b.training.length_ratios) * window_tokens
-    longest = segment_tokens(window_tokens, stage_b.training.segment_tokens)
-    segments = 2 * -(-tokens // longest)
-    return segments + steps_after_question(stage_b.policy)
 
 
 def stage_b_section(config: Config) -> StageBConfig:
@@ -260,7 +161,7 @@ class _Model:
         # upper bound of the tokens read in a lesson of the joint phase, the largest phase
         segment = segment_tokens(self._window, training.segment_tokens)
         texts = training.texts_per_lesson
-        beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
+        beside = QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
         segments = trained_segments(self._stage_b)
         window = min(self._window, segments * (segment + 1) + beside)
         row = row_tokens(self._window, config.training.sequence_length)
@@ -371,7 +272,7 @@ class _Model:
 
         texts = training.texts_per_lesson
         read = texts * segments * self._read
-        beside = _QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
+        beside = QUESTION_TOKENS + training.answer_tokens - ANSWER_TOKENS
         width = segment_tokens(self._window, training.segment_tokens) + 1
         top_k = self._stage_b.memory.top_k
         looked = [

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate
 
-from cdrmix.planning.stage_b import TRAINED_SEGMENTS
+from cdrmix.planning.lesson_sizes import TRAINED_SEGMENTS
 from cdrmix.reasoning.answers import holds
 from cdrmix.reasoning.tasks import KINDS, Example
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from cdrmix.config.reasoning import SEGMENTS_PER_WINDOW, Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
-from cdrmix.planning.stage_b import (
+from cdrmix.planning.lesson_sizes import (
     DRILLS_PER_TASK,
     MOST_STRAYS,
     TRAINED_SEGMENTS,

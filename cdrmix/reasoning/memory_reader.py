@@ -27,7 +27,7 @@ from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import BlockState
 from cdrmix.models.state_rows import joined, map_tensors, part, select
 from cdrmix.planning.blocks.block_type import layer_type
-from cdrmix.planning.stage_b import question_head, segment_tokens, segments_of_pass
+from cdrmix.planning.lesson_sizes import question_head, segment_tokens, segments_of_pass
 from cdrmix.reasoning.carried_state import carry
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, MemoryPolicy

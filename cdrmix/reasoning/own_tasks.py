@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cdrmix.config.reasoning import StageBTraining
 from cdrmix.errors import DataError
-from cdrmix.planning.stage_b import question_head, segment_tokens
+from cdrmix.planning.lesson_sizes import question_head, segment_tokens
 from cdrmix.reasoning.answers import holds
 from cdrmix.reasoning.task_files import Row, read_rows
 from cdrmix.reasoning.tasks import Example

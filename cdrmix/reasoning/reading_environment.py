@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
-from cdrmix.planning.stage_b import steps_after_question
+from cdrmix.planning.lesson_sizes import steps_after_question
 from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition

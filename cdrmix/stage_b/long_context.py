@@ -28,7 +28,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.state_rows import moved
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.monitoring.suite_results import bootstrap_interval
-from cdrmix.planning.stage_b import trained_segments
+from cdrmix.planning.lesson_sizes import trained_segments
 from cdrmix.reasoning.lessons import EVALUATION, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
 from cdrmix.reasoning.own_tasks import OwnTasks, read_own_tasks, target

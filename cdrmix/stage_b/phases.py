@@ -37,7 +37,7 @@ from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.frozen_stages import chained
-from cdrmix.planning.stage_b import trained_segments
+from cdrmix.planning.lesson_sizes import trained_segments
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
 from cdrmix.reasoning.own_tasks import OwnTasks

@@ -13,7 +13,7 @@ from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
 from cdrmix.parallel.frozen_stages import FrozenStages, chained, mean_over_layers
-from cdrmix.planning import stage_b
+from cdrmix.planning import lesson_sizes, stage_b
 from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
@@ -90,7 +90,7 @@ def learn_on_stages(phase: Phase) -> list[str]:
     wanted_loss, wanted_metrics, wanted = learned(whole, config, phase)
     # Rows all at once, then one by one; there, single numbers are sums in another order.
     for fewest_tokens, tolerance in ((10**9, 1e-5), (1, 1e-4)):
-        stage_b._PIECE_TOKENS = fewest_tokens
+        lesson_sizes._PIECE_TOKENS = fewest_tokens
         reader = reader_of_stage(config, whole, runtime.world_size())
         rows: set[int] = set()
         for block in reader.backbone.blocks:
@@ -127,7 +127,7 @@ def write_on_stages() -> list[float]:
 
     runtime.initialize_distributed()
     config = config_of_four_blocks()
-    stage_b._PIECE_TOKENS = 1
+    lesson_sizes._PIECE_TOKENS = 1
     whole = small_reader(config)
     tokens = torch.arange(2 * 24).view(2, 24)
 
@@ -171,7 +171,7 @@ def play_on_stages() -> bool:
 
     runtime.initialize_distributed()
     config = config_of_four_blocks()
-    stage_b._PIECE_TOKENS = 1
+    lesson_sizes._PIECE_TOKENS = 1
     whole = small_reader(config)
     readers = [whole, reader_of_stage(config, whole, runtime.world_size())]
     played = []

@@ -22,7 +22,7 @@ from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
-from cdrmix.planning import stage_b
+from cdrmix.planning import lesson_sizes, stage_b
 from cdrmix.planning.layout import Degrees
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
@@ -90,7 +90,7 @@ def time_lessons(out: Path, rounds: int) -> int:
     with runtime.frozen_objects():
         for turn in range(1 + rounds):
             for name, (course, fewest) in ways.items():
-                stage_b._PIECE_TOKENS = fewest
+                lesson_sizes._PIECE_TOKENS = fewest
                 runtime.barrier()
                 began = time.perf_counter()
                 # the whole one is read by the first rank alone, as the other would share its caches

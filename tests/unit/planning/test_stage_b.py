@@ -7,15 +7,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
+from cdrmix.planning.lesson_sizes import most_steps, pieces_of_rows
 from cdrmix.planning.plan import StageBLayout
 from cdrmix.planning.profile import choose
-from cdrmix.planning.stage_b import (
-    most_steps,
-    pieces_of_rows,
-    stage_b_layout,
-    stage_b_plan,
-    stage_b_reason,
-)
+from cdrmix.planning.stage_b import stage_b_layout, stage_b_plan, stage_b_reason
 from tests.unit.stage_b.short_phases import TINY, config, section
 
 

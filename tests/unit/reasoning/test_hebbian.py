@@ -11,7 +11,7 @@ from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.clamped_recurrence import clamped
 from cdrmix.models.state_rows import branch, map_tensors, select
-from cdrmix.planning.stage_b import ADAPTER_KERNELS
+from cdrmix.planning.lesson_sizes import ADAPTER_KERNELS
 from cdrmix.reasoning.fast_weights import (
     RULES,
     Chunks,

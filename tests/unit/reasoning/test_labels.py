@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cdrmix.config.reasoning import StageBTraining
-from cdrmix.planning.stage_b import DRILLS_PER_TASK
+from cdrmix.planning.lesson_sizes import DRILLS_PER_TASK
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.tasks import KINDS, TRAINED
 from tests.unit.reasoning.small_reader import tokenizer

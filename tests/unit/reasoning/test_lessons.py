@@ -19,7 +19,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
 from cdrmix.models.state_rows import select
-from cdrmix.planning.stage_b import trained_segments
+from cdrmix.planning.lesson_sizes import trained_segments
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState

@@ -7,7 +7,7 @@ import yaml
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import StageBConfig
-from cdrmix.planning.stage_b import most_steps, segment_tokens
+from cdrmix.planning.lesson_sizes import most_steps, segment_tokens
 from tools.benchmark.learn_recipes import LENGTHS, RECIPES, STEPS, shrunk
 
 
