@@ -1,5 +1,8 @@
 """Shipped recipes of Stage B, shrunk for a run on CPUs, keep what they are told to keep."""
 
+import itertools
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import yaml
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.planning.lesson_sizes import most_steps, segment_tokens
-from tools.benchmark.learn_recipes import LENGTHS, RECIPES, STEPS, shrunk
+from cdrmix.reasoning.tasks import TRAINED
+from tools.benchmark.learn_recipes import LENGTHS, RECIPES, STEPS, chains, codes, shrunk
 
 
 def stage_b_of(path: Path) -> StageBConfig:
@@ -34,3 +38,30 @@ def test_a_shrunk_recipe_has_the_counts_of_the_whole(recipe: str, tmp_path: Path
     assert small.training.group_size == whole.training.group_size
     assert small.memory.top_k == whole.memory.top_k
     assert small.training.joint_steps == whole.training.joint_steps // STEPS
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_of_the_documents_follow_from_their_statements(seed: int) -> None:
+    said, questions = codes(random.Random(seed), TRAINED, 4)
+    stated = [line for line in said if re.search(r"\d", line)]
+    assert len(stated) == 4
+    assert len(questions) == 5
+    for question, code in questions:
+        (line,) = [line for line in stated if code in words_of(line)]
+        of_others = set[str]().union(*(words_of(other) for other in stated if other != line))
+        assert len(words_of(question) & words_of(line) - of_others) == 1  # the key
+
+    said, questions = chains(random.Random(seed), TRAINED, 3)
+    assert len(questions) == 3
+    for question, names in questions:
+        chain = [*re.findall(r"\d+", question), *names.split()]
+        lines = [
+            next(place for place, line in enumerate(said) if {*pair} <= words_of(line))
+            for pair in itertools.pairwise(chain)
+        ]
+        assert len(lines) == 3
+        assert lines == sorted(lines)
