@@ -324,7 +324,7 @@ def variable_tracking(
         for value, names in zip(values, chains, strict=True)
     ]
     question = rng.choice(wording.ask_copies).format(value=values[0])
-    return Puzzle(_interleaved(rng, queues), question, chains[0], queues[0])
+    return Puzzle(interleaved(rng, queues), question, chains[0], queues[0])
 
 
 def common_words(
@@ -382,12 +382,12 @@ def logic(rng: random.Random, wording: Wording, *, steps: int) -> Puzzle:
     queues[0].insert(0, f"It holds that {chains[0][0]}.")
     holds = rng.random() < 0.5
     chain = 0 if holds else 1
-    statements = _interleaved(rng, queues)
+    statements = interleaved(rng, queues)
     question = f"Does {chains[chain][-1]} hold?"
     return Puzzle(statements, question, ["yes" if holds else "no"], queues[chain][::-1], "any")
 
 
-def _interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:
+def interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:
     """Merges queues at random; each keeps its order."""
     turns = [place for place, queue in enumerate(queues) for _ in queue]
     rng.shuffle(turns)

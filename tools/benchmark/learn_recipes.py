@@ -2,12 +2,12 @@
 
 A recipe's backbone can look things up in its window before Stage B begins, and stays as it is. So
 does the one here: of the tiny variant's size, it learns that once, and is frozen for all recipes.
-Of a recipe all counts are kept: segments of a window and of a text, operations, segments
-of a retrieval, rollouts, and all numbers of the policy. All lengths in tokens are divided by
-`LENGTHS`, as sentences here are so much shorter than a segment there; steps are divided by `STEPS`,
-and rates multiplied by it; and a step has `TEXTS` texts. The policy's steps are divided by
-`POLICY_STEPS`, and its rate is that of the tiny variant: what an update moves an agent's
-preferences by is its rate times the width of the hidden state.
+Of a recipe all counts are kept: segments of a window and of a text, operations, segments of a
+retrieval, rollouts, and all numbers of the policy. All lengths in tokens are divided by `LENGTHS`,
+as sentences here are so much shorter than a segment there; steps are divided by `STEPS`, and rates
+multiplied by it; and a step has `TEXTS` texts. The policy's steps are divided by `POLICY_STEPS`,
+and its rate is that of the tiny variant: what an update moves an agent's preferences by is its rate
+times the width of the hidden state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import yaml
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.network import free_port
-from cdrmix.reasoning.tasks import TRAINED, Wording
+from cdrmix.reasoning.tasks import TRAINED, Wording, interleaved
 from cdrmix.stage_b.long_context import load_reader, score_examples, suite
 from tools.benchmark.reasoning_table import LENGTH_RATIO, TASKS
 from tools.benchmark.timing import report
@@ -61,6 +61,7 @@ SEGMENT = 16
 MOST_FETCHED = 8  # segments of a retrieval, of the recipes with the most
 WINDOW_STEPS = 120
 BACKBONE_SHARE = 0.2  # of the rate of Stage A
+ADAPTER_RATE = 2.5e-3
 NO_TABLE = ("evaluation.reasoning_examples=0",)
 
 
@@ -110,6 +111,7 @@ def copying_backbone(place: Path, *, seed: int) -> Path:
         "segment_tokens": SEGMENT,
         "joint_steps": WINDOW_STEPS,
         "backbone_lr_scale": BACKBONE_SHARE,
+        "adapter_learning_rate": ADAPTER_RATE,
         "memory_steps": 0,
         "adapter_steps": 0,
         "policy_steps": 0,
@@ -181,12 +183,10 @@ def chains(
         for value in rng.sample(range(1000, 10_000), num_chains)
     }
     queues = [
-        iter([form.format(new=b, old=a) for a, b in itertools.pairwise([value, *each])])
+        [form.format(new=b, old=a) for a, b in itertools.pairwise([value, *each])]
         for value, each in names.items()
     ]
-    turns = [queue for queue in queues for _ in range(hops + 1)]
-    rng.shuffle(turns)
-    said = [next(queue) for queue in turns]
+    said = interleaved(rng, queues)
     questions = [(ask.format(value=value), " ".join(each)) for value, each in names.items()]
     rng.shuffle(questions)
     return _with_fillers(rng, wording, said, fresh), questions
