@@ -19,7 +19,7 @@ A backbone has some adapters a layer and each works on few numbers, so that what
 the number of its operations: hebb's does not depend on the number of tokens.
 """
 
-# B sequences, T tokens, r rank, J lookups per token, n chunks of c tokens
+# B sequences, T tokens, r rank, F features, J lookups per token, n chunks of c tokens
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ class FastWeights:
 
     weights: Tensor  # H, [B, r, r], float32
     trace: Tensor  # eligibility trace after the last token, [B, r], float32
+    mean: Tensor  # of A x and B^T y0 over the tokens stored so far, [B, 2 r], float32
+    count: Tensor  # of these tokens, [B, 1], float32
+
+    @classmethod
+    def blank(
+        cls, batch_size: int, rank: int, *, device: torch.device | None = None
+    ) -> FastWeights:
+        """Returns those at the start of episodes."""
+        sizes = ((rank, rank), (rank,), (2 * rank,), (1,))
+        return cls(*(torch.zeros(batch_size, *size, device=device) for size in sizes))
 
 
 class Writes(NamedTuple):
@@ -77,6 +87,27 @@ def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
     ).unsqueeze(1)
     fades = torch.where(lag >= 0, decay ** lag.clamp(min=0), 0.0)
     return (seen @ fades).transpose(2, 3).flatten(1, 2)[:, :length]
+
+
+def centred(
+    features: Tensor, mean: Tensor, count: Tensor, *, stores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtracts from the features of each token their mean over the tokens stored before it.
+
+    What is the same for all tokens would otherwise add up in H, until it is the same for all texts.
+
+    Args:
+        features: [B, T, F]; finite.
+        mean, count: of `FastWeights`, before the first token.
+        stores: True for tokens that count, [B, T].
+    Returns:
+        Centred features, and mean and count after the last token.
+    """
+    stored = F.pad(features, (0, 1), value=1.0) * stores.unsqueeze(-1)
+    before = torch.cat([mean * count, count], dim=-1).unsqueeze(1)
+    total = torch.cat([before, stored], dim=1).cumsum(1)  # [B, T + 1, F + 1]
+    means = total[..., :-1] / total[..., -1:].clamp(min=1)
+    return features - means[:, :-1], means[:, -1], total[:, -1, -1:]
 
 
 def limited(strength: Tensor, post: Tensor, trace: Tensor) -> Tensor:

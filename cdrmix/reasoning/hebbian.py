@@ -1,6 +1,7 @@
 """Plastic adapters: fast weights beside the linear layers of a backbone, written while it reads.
 
-For a token of an adapted layer with y0 = W x, p = normalize(A x) and q = normalize(B^T y0):
+For a token of an adapted layer with y0 = W x, p = normalize(A x - mean) and
+q = normalize(B^T y0 - mean), each less its mean over the tokens of the sequence before:
 
     y = y0 + alpha g B (H p)          H: fast weights of this sequence, zero at its start
     H' = rule(H, q, e, m)             e: trace of the p before, m = sigmoid(w_m . x + b)
@@ -40,6 +41,7 @@ from cdrmix.reasoning.fast_weights import (
     FastWeights,
     Rule,
     Writes,
+    centred,
     chunks_of,
     correlation_loss,
     limited,
@@ -125,16 +127,18 @@ class PlasticAdapter(nn.Module):
         writing; other arguments are as of `PlasticBackbone.forward`.
         """
         if chunks is None:
-            return Adapted(self._read_only(x, y0, before.weights), before)
+            return Adapted(self._read_only(x, y0, before), before)
         # the recurrence runs in float32: in bf16, writes below 1/256 of H would be lost
-        pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
-        post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
+        features = torch.cat([F.linear(x, self.down), y0 @ self.up], dim=-1).float()
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
-        # A single token that is not finite would spoil H for the rest of the text. Normalised, an
-        # infinite one is not a number.
-        finite = ~(pre.sum(-1) + post.sum(-1) + strength).isnan()
+        # a single token that is not finite would spoil H and the mean for the rest of the text
+        finite = (features.sum(-1) + strength).isfinite()
         stores = finite if mask is None else finite & mask
-        pre, post = (torch.where(stores.unsqueeze(-1), part, 0) for part in (pre, post))
+        features = torch.where(stores.unsqueeze(-1), features, 0)
+        features, mean, count = centred(features, before.mean, before.count, stores=stores)
+        pairs = F.normalize(features.unflatten(-1, (2, -1)), dim=-1)
+        pairs = torch.where(stores[..., None, None], pairs, 0)
+        pre, post = pairs.unbind(2)  # p and q, [B, T, r]
         trace = traces(pre, before.trace, 0.5 * torch.sigmoid(self.trace_decay.float()))
         strength = torch.where(stores, strength, 0)
         stored = Writes(post, trace[:, :-1], limited(strength, post, trace[:, :-1]))
@@ -160,16 +164,16 @@ class PlasticAdapter(nn.Module):
                 decay=decay.detach() if isinstance(decay, Tensor) else decay,
                 decorrelation_weight=self.config.decorrelation_weight,
             )
-        after = FastWeights(weights, trace[:, -1])
+        after = FastWeights(weights, trace[:, -1], mean, count)
         return Adapted(self._change(y0, read[:, :, 0]), after, correlation)
 
-    def _read_only(self, x: Tensor, y0: Tensor, weights: Tensor) -> Tensor:
+    def _read_only(self, x: Tensor, y0: Tensor, before: FastWeights) -> Tensor:
         """Computes `_change` in as few operations as possible, which decide the cost of one token.
 
         p is not normalised: its length divides the scale instead.
         """
-        features = F.linear(x, self.down).float()
-        recalled = torch.bmm(features, weights.transpose(1, 2)).to(y0.dtype)
+        features = F.linear(x, self.down) - before.mean[:, None, : self.config.rank]  # in float32
+        recalled = torch.bmm(features, before.weights.transpose(1, 2)).to(y0.dtype)
         change = F.linear(recalled, self.up)
         size, layer_size, length = (
             torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=torch.float32)
@@ -260,11 +264,8 @@ class PlasticBackbone(nn.Module):
 
     def start(self, batch_size: int) -> EpisodeState:
         """Returns the state of a batch of episodes before their first token."""
-        rank = self.adapter_config.rank
-        weights = torch.zeros(batch_size, rank, rank, device=self.backbone.device)
         # one for all of them, as a state is never written in place
-        trace = torch.zeros(batch_size, rank, device=self.backbone.device)
-        zero = FastWeights(weights, trace)
+        zero = FastWeights.blank(batch_size, self.adapter_config.rank, device=self.backbone.device)
         return EpisodeState(dict.fromkeys(self._layers, zero), num_tokens=0)
 
     def forward(

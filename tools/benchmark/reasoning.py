@@ -91,8 +91,7 @@ def operations(rounds: int) -> dict[str, float]:
     segment = torch.randn(1, SEGMENT_TOKENS, width)
     before = slots.start(1)
     token = torch.randn(1, 1, width)
-    rank = stage_b.adapters.rank
-    fast = FastWeights(torch.zeros(1, rank, rank), torch.zeros(1, rank))
+    fast = FastWeights.blank(1, stage_b.adapters.rank)
     chunks = chunks_of(1, start=0, device=token.device)
     features = torch.rand(1, NUM_FEATURES)
     legal = torch.ones(1, 4, dtype=torch.bool)

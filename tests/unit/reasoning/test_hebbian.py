@@ -1,5 +1,6 @@
 """Plastic adapters on real backbones: exactness when off, state, guards, branches."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_fast_weights_are_within_the_clamp_at_every_border() -> None:
 
 def test_a_change_is_never_larger_than_its_share_of_the_layer_s_output() -> None:
     model = make()
-    strong = FastWeights(torch.full((3, 8, 8), 2.0), torch.zeros(3, 8))
+    strong = replace(FastWeights.blank(3, 8), weights=torch.full((3, 8, 8), 2.0))
     layers = dict.fromkeys(model.start(3).layers, strong)
     state = EpisodeState(layers, 0)
     layer = model.backbone.blocks[1].mixer.query
@@ -226,10 +227,12 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     adapter.up.copy_(torch.eye(2))
     adapter.modulator_bias.fill_(100.0)  # m = 1
     adapter.trace_decay.fill_(100.0)  # at its bound, 1/2 per token
-    first, second = torch.eye(2)
-    x, y0 = torch.stack([first, second, first])[None], torch.stack([first, first, second])[None]
-    blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
-    found = adapter(x, y0, blank, chunks=first_chunks(x), with_correlation=False)
+    # less the mean of those before, p is [1, 0], [0, 1], [1, 0] and q is [1, 0], [1, 0], [0, 1]
+    x = torch.tensor([[[1.0, 0.0], [1.0, 2.0], [4.0, 1.0]]])
+    y0 = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [2.0, 5.0]]])
+    found = adapter(x, y0, FastWeights.blank(1, 2), chunks=first_chunks(x), with_correlation=False)
+    torch.testing.assert_close(found.after.mean[0], torch.tensor([2.0, 1.0, 2.0, 5 / 3]))
+    assert found.after.count.item() == 3
     # nothing precedes token 0; the trace before token 1 is [1, 0], before token 2 [.5, 1], whose
     # squared length of 1.25 lowers the write to 1 / 1.25
     weights = torch.tensor([[0.9, 0.0], [0.4, 0.8]])
@@ -242,14 +245,33 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     kept = adapter(four, four, found.after, chunks=chunks, mask=filling, with_correlation=False)
     torch.testing.assert_close(kept.after.weights[0], weights)
     torch.testing.assert_close(kept.after.trace[0], torch.tensor([1.25, 0.5]) / 16)
+    torch.testing.assert_close(kept.after.mean, found.after.mean)
+    assert kept.after.count.item() == 3
     # the sixteenth token of an episode ends at the clamp, which leaves small weights alone
-    one, large = four[:, :1], FastWeights(4 * weights[None], found.after.trace)
+    one, large = four[:, :1], replace(found.after, weights=4 * weights[None])
     chunks = chunks_of(1, start=15, passes=filling[:, :1], device=one.device)
     ended = adapter(one, one, large, chunks=chunks, mask=filling[:, :1], with_correlation=False)
     expected = torch.tensor([[3.6, 0.0], [1.6, 3.2]])
     torch.testing.assert_close(
         ended.after.weights[0], torch.where(expected > 1, 1 + torch.tanh(expected - 1), expected)
     )
+
+
+@torch.no_grad()
+def test_what_all_tokens_have_in_common_is_not_stored() -> None:
+    """Uncentred, it added up until the fast weights of all texts were the same."""
+    adapter = PlasticAdapter(8, 8, ADAPTERS, "hebb")
+    adapter.initialize(seed=0, name="adapter")
+    x, common = torch.randn(2, 64, 8), 10 * torch.randn(8)
+    plain, shifted = (
+        adapter(each, each, FastWeights.blank(2, 8), chunks=first_chunks(x), with_correlation=False)
+        for each in (x, x + common)
+    )
+    alike = torch.cosine_similarity(
+        plain.after.weights.flatten(1), shifted.after.weights.flatten(1), dim=1
+    )
+    # but for the first token, of which nothing tells what it has in common with others
+    assert alike.min() > 0.9
 
 
 class Operations(TorchDispatchMode):
@@ -275,7 +297,8 @@ def test_an_adapter_starts_as_many_kernels_as_the_plan_counts(length: int) -> No
     adapter = PlasticAdapter(8, 8, config, "hebb")
     adapter.initialize(seed=0, name="adapter")
     x = torch.randn(2, length, 8)
-    before = FastWeights(torch.randn(2, 4, 4, requires_grad=True), torch.zeros(2, 4))
+    before = FastWeights.blank(2, 4)
+    before = replace(before, weights=torch.randn(2, 4, 4, requires_grad=True))
 
     def count(*, writes: bool, learns: bool) -> int:
         y0 = torch.randn(2, length, 8, requires_grad=True)
@@ -312,8 +335,9 @@ def test_each_adapter_learns_a_half_life_within_its_bounds() -> None:
         (16 * 512) ** 0.5, rel=1e-4
     )
     x = torch.randn(1, 40, 2)
-    blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
-    adapter(x, x, blank, chunks=first_chunks(x), with_correlation=False).y.sum().backward()
+    adapter(
+        x, x, FastWeights.blank(1, 2), chunks=first_chunks(x), with_correlation=False
+    ).y.sum().backward()
     assert adapter.half_life.grad is not None and adapter.half_life.grad.any()
 
 
