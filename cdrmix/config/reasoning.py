@@ -10,6 +10,7 @@ from cdrmix.config.section import Section
 
 Phase = Literal["memory", "adapters", "policy", "joint"]
 Baseline = Literal["group", "leave_one_out", "critic"]
+Credit = Literal["segment", "episode"]
 ReasoningTask = Literal[
     "needle_keys",
     "needle_values",
@@ -103,6 +104,11 @@ class PolicyConfig(Section):
     baseline: Baseline = "group"
     """Subtracted from a return: group, the mean of its group; leave_one_out, that of the others
     in its group; critic, the value head, by generalised advantage estimation."""
+    # Of hundreds of segments that are read few can change the answer; what the episode earned is
+    # noise to the others, and an agent that learns from it writes whatever it reads.
+    credit: Credit = "segment"
+    """Steps that learn from what the episode earned: segment, those that can have changed its
+    answer, while the others learn from what their operations cost; episode, all."""
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that a batch may come to (nats).")
@@ -123,8 +129,11 @@ class PolicyConfig(Section):
     null: any."""
     value_gradient_clipping: float = Field(1.0, ge=0)
     """Largest gradient norm of the value head, apart from the policy's (L2); 0: none."""
+    # An operation that changes nothing loses latency_penalty, and is taken with odds of
+    # exp(-latency_penalty / entropy_weight) by a policy that maximises both.
     entropy_weight: float = Field(0.003, ge=0)
-    """Weight of the policy's entropy in its loss (ratio)."""
+    """Weight of the policy's entropy in its loss (ratio); well below latency_penalty, or operations
+    that change nothing go on being taken."""
     value_weight: float = Field(0.5, ge=0)
     """Weight of the value head's error in the policy's loss (ratio)."""
     latency_penalty: float = Field(ge=0, description="Reward taken per memory operation.")

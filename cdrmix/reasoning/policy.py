@@ -97,6 +97,11 @@ class Action(IntEnum):
 NUM_ACTIONS = len(Action)
 
 
+def is_operation(actions: Tensor) -> Tensor:
+    """True for the actions that the budget limits: retrievals and writes."""
+    return (actions == Action.RETRIEVE) | (actions == Action.CACHE_WRITE)
+
+
 class Decision(NamedTuple):
     """Outputs of the heads for a batch of states."""
 
@@ -165,6 +170,13 @@ class MemoryPolicy(nn.Module):
         return Decision(logprobs, entropy, value.squeeze(-1).float())
 
 
+class Idle(NamedTuple):
+    """Steps that cannot have changed the outcome of their episode, whatever was done there."""
+
+    steps: Tensor  # True for them, [N, T]
+    prices: Tensor  # return that each operation cost the episode, [N]
+
+
 @dataclass(frozen=True)
 class Rollouts(Generic[State]):
     """Record of a batch of episodes; steps after an episode's end hold arbitrary legal ones."""
@@ -179,6 +191,7 @@ class Rollouts(Generic[State]):
     taken: Tensor  # True for steps before the end, [N, T]
     returns: Tensor  # sum of the rewards of whole episodes, [N]
     final: State  # in which they ended
+    idle: Idle | None = None  # None: any step may have changed the outcome
 
     def last(self, count: int | None) -> Rollouts[State]:
         """Cuts each episode to its last `count` steps; `returns` stay those of the whole.
@@ -195,7 +208,8 @@ class Rollouts(Generic[State]):
         values = torch.cat([places, first + count], dim=1)  # one more: the state after the last
         names = ("hidden", "features", "legal", "actions", "logprobs", "rewards", "taken")
         steps = {name: getattr(self, name)[rows, places] for name in names}
-        return replace(self, values=self.values[rows, values], **steps)
+        idle = self.idle and Idle(self.idle.steps[rows, places], self.idle.prices)
+        return replace(self, values=self.values[rows, values], idle=idle, **steps)
 
     def value_targets(self, config: PolicyConfig) -> Tensor:
         """Returns the targets of the value head, [N, T]."""
@@ -297,22 +311,31 @@ def advantages_of(rollouts: Rollouts[Any], config: PolicyConfig, *, group_size: 
     """Compares rollouts with `config.baseline`, those of one prompt beside each other.
 
     A group whose returns are all the same says nothing about what was done, and is left out; the
-    critic is no mean of a group, and learns from failures too.
+    critic is no mean of a group, and learns from failures too. An idle step is worth the price of
+    its operation, beside the share of its group that operated at that step.
     """
     returns = rollouts.returns.view(-1, group_size)
     is_learned = (~are_alike(returns)).repeat_interleave(group_size)
     if config.baseline == "group":
-        return Advantages(group_advantages(returns).flatten(), is_learned)
-    if config.baseline == "leave_one_out":
-        return Advantages(leave_one_out_advantages(returns).flatten(), is_learned)
-    estimates = gae(
-        rollouts.rewards,
-        rollouts.values,
-        rollouts.taken,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-    )
-    return Advantages(estimates, torch.ones_like(is_learned))
+        values = group_advantages(returns).flatten()
+    elif config.baseline == "leave_one_out":
+        values = leave_one_out_advantages(returns).flatten()
+    else:
+        is_learned = torch.ones_like(is_learned)
+        values = gae(
+            rollouts.rewards,
+            rollouts.values,
+            rollouts.taken,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
+    if rollouts.idle is None:
+        return Advantages(values, is_learned)
+    operates = is_operation(rollouts.actions).float()  # [N, T]
+    usual = operates.view(-1, group_size, operates.shape[1]).mean(1)
+    own = -rollouts.idle.prices.unsqueeze(1) * (operates - usual.repeat_interleave(group_size, 0))
+    of_steps = values.unsqueeze(1) if values.dim() == 1 else values
+    return Advantages(torch.where(rollouts.idle.steps, own, of_steps), is_learned)
 
 
 def policy_loss(

@@ -30,7 +30,16 @@ from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.planning.lesson_sizes import steps_after_question
 from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
-from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
+from cdrmix.reasoning.policy import (
+    NUM_ACTIONS,
+    Action,
+    EpisodeOutcome,
+    Idle,
+    Observation,
+    Rollouts,
+    Transition,
+    is_operation,
+)
 from cdrmix.reasoning.shared_words import SharedWords
 
 # (text, answer tokens) -> 0 to 1
@@ -259,6 +268,50 @@ class ReadingEpisodes:
         worth = 1 + self.config.stability_bonus * stability
         worth = worth - self.config.latency_penalty * state.operations
         return EpisodeOutcome(dataclasses.replace(state, earned=earned), earned * worth)
+
+    @torch.no_grad()
+    def idle(self, rollouts: Rollouts[ReadingState], evidence: Sequence[Sequence[int]]) -> Idle:
+        """Finds the steps of whole episodes that cannot have changed the answer.
+
+        They read a segment without evidence, which did not come into the window, and do not
+        summarise, as slots and the state reach every answer. Where a text's evidence is unknown, no
+        episode of the text had the segment in its window, and its own budget was not spent, as
+        evidence may have passed by then. An operation there cost the latency penalty where the
+        answer was right, and where evidence passed by with the budget spent and the answer was
+        wrong, its share of the budget.
+
+        Args:
+            rollouts: of these texts, without earlier ones.
+            evidence: segments of each text, P; none where it is unknown.
+        """
+        final = rollouts.final
+        length = self.reading.texts.tokens.shape[1]
+        holds = torch.zeros(len(evidence), length + 1, dtype=torch.bool, device=final.rows.device)
+        for row, places in enumerate(evidence):
+            holds[row, list(places)] = True
+        is_known = holds.any(1)[final.rows].unsqueeze(1)
+        # the column behind the last segment takes what is no segment
+        spliced = torch.where(final.fetched >= 0, final.fetched, length)
+        in_window = torch.zeros_like(holds[final.rows]).scatter(1, spliced, True)
+        of_text = torch.zeros_like(holds, dtype=torch.int64).index_add(
+            0, final.rows, in_window.long()
+        )
+        came = torch.where(is_known, in_window, of_text[final.rows] > 0)
+        count = self.reading.texts.num_segments[final.rows].unsqueeze(1)
+        time = torch.arange(rollouts.taken.shape[1], device=final.rows.device)
+        place = (length - count + time).clamp(max=length - 1)
+        reads = time < count
+        has_evidence = holds[final.rows].gather(1, place)
+        operates = is_operation(rollouts.actions) & reads
+        budget = self.budgets[final.rows].unsqueeze(1)
+        before_question = budget - int(self._keeps_one)
+        spent = operates.cumsum(1)  # after each step
+        missed = (reads & has_evidence & (spent - operates.long() >= before_question)).any(1)
+        prices = self.config.latency_penalty * final.earned
+        prices = prices + missed * (1 - final.earned) / budget.squeeze(1)
+        summarises = rollouts.actions == Action.SUMMARIZE
+        steps = reads & ~has_evidence & ~came.gather(1, place) & ~summarises
+        return Idle(steps & (is_known | (spent[:, -1:] < before_question)), prices)
 
     @torch.no_grad()
     def answers(self, state: ReadingState) -> list[list[int]]:

@@ -348,6 +348,9 @@ class Course:
         # Actions follow from the lesson's seed, not from the rank that plays it.
         generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
+        if stage_b.policy.credit == "segment":
+            idle = episodes.idle(rollouts, lesson.evidence)
+            rollouts = dataclasses.replace(rollouts, idle=idle)
         returns = rollouts.returns.view(-1, group)
         # The return stays that of the whole episode; only the steps that learn are bounded.
         last = rollouts.last(stage_b.policy.horizon)

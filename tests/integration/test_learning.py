@@ -108,6 +108,10 @@ def test_the_whole_learns_to_fetch_what_its_question_asks_for() -> None:
     assert found["trained"] >= 0.90
     assert found["untrained"] <= 0.20
     assert found["cache_write masked"] == 0
+    # texts of a hundred segments more than those of training: what changes nothing is passed by
+    assert found["longer"]["found"] >= 0.90
+    assert found["longer"]["segments"] >= 100
+    assert found["longer"]["operations"] <= 20
 
 
 @pytest.mark.parametrize("rival", table.RIVALS)

@@ -6,14 +6,15 @@ that stands in the window when it is answered.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.load import load_config, shipped
@@ -34,6 +35,9 @@ SMALL_WINDOW = 64
 SMALL_VOCABULARY = 512
 RATES = {"memory": 3e-3, "adapters": 1e-2, "backbone": 3e-3}
 POLICY_RATE = 1e-2
+FIRST_UNSEEN = 10_000  # lesson
+NUM_LESSONS = 2  # of unseen texts
+LONGER = 24  # windows, of texts much longer than those of training
 # So small a reader needs longer for all forms of training, and their words more tokens.
 FEW_FORMS = TRAINED._replace(
     needles=(
@@ -53,7 +57,7 @@ class Fetching(ReadingEpisodes):
     Args:
         reader: whose episodes.
         lesson: of the policy's phase.
-        forbidden, keeps_one: as of `ReadingEpisodes`.
+        forbidden, budgets, keeps_one: as of `ReadingEpisodes`.
     """
 
     def __init__(
@@ -62,12 +66,16 @@ class Fetching(ReadingEpisodes):
         lesson: Lesson,
         *,
         forbidden: frozenset[Action] = frozenset(),
+        budgets: Sequence[int] | None = None,
         keeps_one: bool = True,
     ) -> None:
         with torch.no_grad():
             reading = reader.read(lesson.texts)
         super().__init__(
-            reader, reading, lambda _, __: 0.0, forbidden=forbidden, keeps_one=keeps_one
+            *(reader, reading, lambda _, __: 0.0),
+            forbidden=forbidden,
+            budgets=budgets,
+            keeps_one=keeps_one,
         )
         self._evidence = [set(evidence) for evidence in lesson.evidence]
 
@@ -84,10 +92,11 @@ def small_reader(
     *,
     training: Mapping[str, Any] | None = None,
     policy: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | None = None,
 ) -> tuple[MemoryReader, Lessons, Config]:
     """Two dense blocks of width 64 over a tokenizer of task texts.
 
-    `training` and `policy` replace values of these sections of `stage_b`.
+    `training`, `policy` and `memory` replace values of these sections of `stage_b`.
     """
     overrides = {
         "model.hidden_size": 64,
@@ -111,6 +120,7 @@ def small_reader(
     changed = {
         "training": stage_b.training.model_copy(update={**usual, **(training or {})}),
         "policy": stage_b.policy.model_copy(update=policy or {}),
+        "memory": stage_b.memory.model_copy(update=memory or {}),
     }
     stage_b = stage_b.model_copy(update=changed)
     config = config.model_copy(update={"stage_b": stage_b})
@@ -153,13 +163,15 @@ def learn(seed: int, *, steps: int, iterations: int) -> dict[str, Any]:
     """Scores of a small reader and of its controls."""
     began = time.process_time()
     reader, lessons, config = small_reader(seed)
-    untrained = _fetched(reader, lessons)
+    untrained = fetched(reader, lessons)
     train_joint(reader, lessons, config, steps=steps)
     train_policy(reader, lessons, config, iterations=iterations)
+    no_writes = frozenset({Action.CACHE_WRITE})
     return {
-        "trained": _fetched(reader, lessons),
-        "untrained": untrained,
-        "cache_write masked": _fetched(reader, lessons, forbidden=frozenset({Action.CACHE_WRITE})),
+        "trained": fetched(reader, lessons)["found"],
+        "untrained": untrained["found"],
+        "cache_write masked": fetched(reader, lessons, forbidden=no_writes)["found"],
+        "longer": fetched(reader, lessons, windows=LONGER),
         "seconds": time.process_time() - began,
     }
 
@@ -192,25 +204,49 @@ def train_policy(
     *,
     iterations: int,
     rate: float = POLICY_RATE,
+    as_in_training: bool = False,
 ) -> None:
-    """The policy's phase on episodes of fetching, on one process."""
+    """The policy's phase on episodes of fetching, on one process.
+
+    Budgets are drawn, an operation is kept for the question, and lengths enter in turn with
+    `as_in_training` alone: the few iterations of a short form have no time for that.
+    """
     stage_b = phases.stage_b_section(config)
     optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=rate, weight_decay=0)
+    group = stage_b.training.group_size
     for number in range(iterations):
-        lesson = lessons.lesson("policy", number)
-        episodes = Fetching(reader, lesson, keeps_one=False)
+        lengths = stage_b.training.lengths_at(number, iterations) if as_in_training else None
+        lesson = lessons.lesson("policy", number, lengths=lengths)
+        budgets = None
+        if as_in_training:
+            texts = len(lesson.examples)
+            budgets = phases.drawn_budgets(stage_b.policy, texts, seed=lesson.seed)
+        episodes = Fetching(reader, lesson, budgets=budgets, keeps_one=as_in_training)
         generator = torch.Generator().manual_seed(lesson.seed)
-        group = stage_b.training.group_size
         rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
+        if stage_b.policy.credit == "segment":
+            idle = episodes.idle(rollouts, lesson.evidence)
+            rollouts = dataclasses.replace(rollouts, idle=idle)
         learn_from(reader.policy, optimizer, rollouts, stage_b.policy, group_size=group)
 
 
 @torch.no_grad()
-def _fetched(
-    reader: MemoryReader, lessons: Lessons, *, forbidden: frozenset[Action] = frozenset()
-) -> float:
-    """Share of the evidence that greedy episodes on unseen texts have in the window."""
-    lesson = lessons.lesson("policy", 10_000)
-    episodes = Fetching(reader, lesson, forbidden=forbidden)
-    final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
-    return float(final.earned.mean())
+def fetched(
+    reader: MemoryReader,
+    lessons: Lessons,
+    *,
+    windows: int | None = None,
+    forbidden: frozenset[Action] = frozenset(),
+) -> dict[str, float]:
+    """Share of the evidence that greedy episodes on unseen texts have in the window, segments of a
+    text and operations; texts have so many windows, or the lengths of training."""
+    columns: dict[str, list[Tensor]] = {"found": [], "segments": [], "operations": []}
+    lengths = None if windows is None else (windows,)
+    for number in range(FIRST_UNSEEN, FIRST_UNSEEN + NUM_LESSONS):
+        lesson = lessons.lesson("policy", number, lengths=lengths)
+        episodes = Fetching(reader, lesson, forbidden=forbidden)
+        final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+        columns["found"].append(final.earned)
+        columns["segments"].append(lesson.texts.num_segments)
+        columns["operations"].append(final.operations)
+    return {name: float(torch.cat(each).float().mean()) for name, each in columns.items()}

@@ -1,4 +1,4 @@
-"""Choices of the memory agent's learning: baseline, clip, and the order of lengths.
+"""Choices of the memory agent's learning: baseline, clip, order of lengths, credit, entropy.
 
 Baselines and clips learn the task of `learn_policy` with two steps after the question, where a
 random agent succeeds once in a hundred episodes. Success is that of greedy actions on unseen
@@ -7,11 +7,17 @@ episodes.
 The order of lengths is asked where a cold start earns nothing: a text has 1, 2, 4 or 8 windows of
 24 segments, what is asked for stands before the last window, and retrievals and writes have a
 budget that a random agent has spent by the second window, as at the settings of the large variants.
+
+Credit and the weight of the entropy are asked of the reader of `learn_system`, by the numbers of
+the 1B recipe: its policy, its budget of 64 operations, and texts of as many segments. On a segment
+that changes no answer, an operation loses `latency_penalty`, and a policy that maximises return and
+entropy takes it with odds of exp(-latency_penalty / entropy_weight).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +26,7 @@ from cdrmix.config.reasoning import StageBTraining
 from cdrmix.models.state_rows import branch
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.policy import Action, MemoryPolicy, Observation, roll_out
+from cdrmix.stage_b.phases import stage_b_section
 from tools.benchmark.learn_policy import (
     GROUP_SIZE,
     LEARNING_RATE,
@@ -31,6 +38,13 @@ from tools.benchmark.learn_policy import (
     learn_from,
     make_streams,
     train,
+)
+from tools.benchmark.learn_system import (
+    fetched,
+    lessons_of,
+    small_reader,
+    train_joint,
+    train_policy,
 )
 from tools.benchmark.segment_stream import SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
@@ -49,6 +63,18 @@ BUDGET = 16  # retrievals and writes of an episode
 LONG_PROMPTS = 8
 LONG_ITERATIONS = 50
 NUM_EVALUATED = 256
+# name: settings of stage_b.policy
+CREDITS: dict[str, dict[str, Any]] = {
+    f"{credit}, entropy {weight}": {"credit": credit, "entropy_weight": weight}
+    for credit in ("episode", "segment")
+    for weight in (0.02, 0.002)
+}
+# Windows of 64 tokens hold some five segments, of a sentence or two each, so that these are the 64
+# to 512 segments of 1 to 8 windows of the 1B recipe; the longest is for evaluation alone.
+READ_RATIOS = (12, 24, 48, 96)
+LONGEST_READ = 192
+JOINT_STEPS = 100
+READ_ITERATIONS = 24
 
 
 def learn_with(settings: dict[str, Any], *, seed: int) -> list[float]:
@@ -126,6 +152,40 @@ def success_at(
     return float(final.solved.float().mean())
 
 
+def learn_to_write(
+    choices: Mapping[str, Mapping[str, Any]],
+    *,
+    seed: int,
+    joint_steps: int = JOINT_STEPS,
+    iterations: int = READ_ITERATIONS,
+    ratios: tuple[int, ...] = READ_RATIOS,
+    evaluated: tuple[int, ...] = (*READ_RATIOS, LONGEST_READ),
+) -> list[dict[str, Any]]:
+    """Agents of one reader, each by other settings of the policy: what their greedy episodes find
+    in unseen texts, and their operations, by the length of the texts in windows."""
+    recipe = variant("reason", "1b").stage_b
+    assert recipe is not None, "a reasoning variant has this section"
+    memory = {"top_k": recipe.memory.top_k}
+    reader, lessons, config = small_reader(seed, policy=dict(recipe.policy), memory=memory)
+    train_joint(reader, lessons, config, steps=joint_steps)
+    changed = {"length_ratios": ratios, "group_size": recipe.training.group_size}
+    training = lessons.training.model_copy(update=changed)
+    lessons = lessons_of(training, seed)
+    found = []
+    for name, settings in choices.items():
+        began = time.process_time()
+        stage_b = stage_b_section(config)
+        policy = stage_b.policy.model_copy(update=settings)
+        stage_b = stage_b.model_copy(update={"policy": policy, "training": training})
+        reader.policy.initialize(seed=seed)
+        learning = config.model_copy(update={"stage_b": stage_b})
+        train_policy(reader, lessons, learning, iterations=iterations, as_in_training=True)
+        seconds = time.process_time() - began
+        by_length = {f"{ratio}": fetched(reader, lessons, windows=ratio) for ratio in evaluated}
+        found.append({"name": name, "seed": seed, "lengths": by_length, "seconds": seconds})
+    return found
+
+
 # name: lengths, and curriculum
 ORDERS: dict[str, tuple[tuple[int, ...], float]] = {
     "4x and 8x": ((4, 8), 0.0),
@@ -159,12 +219,15 @@ def measure(rounds: int) -> dict[str, Any]:
         "iterations": LONG_ITERATIONS,
         "episodes": LONG_PROMPTS * GROUP_SIZE,
         "lengths": lengths,
+        "read iterations": READ_ITERATIONS,
+        "credits": [row for seed in range(rounds) for row in learn_to_write(CREDITS, seed=seed)],
     }
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the rows."""
-    for row in [*result["choices"], result["untrained"], *result["lengths"]]:
+    rows = [*result["choices"], result["untrained"], *result["lengths"], *result["credits"]]
+    for row in rows:
         print(row)
 
 

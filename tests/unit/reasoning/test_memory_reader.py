@@ -11,7 +11,7 @@ from cdrmix.models.state_rows import select
 from cdrmix.reasoning import memory_reader
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import AT_QUESTION, NEARNESS, NUM_FEATURES, MemoryReader
-from cdrmix.reasoning.policy import NUM_ACTIONS, Action
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action, Decision, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.segments import Texts, ask_first, cut_segments, make_texts
 from cdrmix.stage_b.phases import stage_b_section
@@ -312,6 +312,56 @@ def test_an_agent_that_knows_the_question_sees_how_near_a_segment_is_to_it() -> 
     assert episodes.observe(state).features[1, score] == 0
     asked_last = ReadingEpisodes(last, last.read(texts), lambda *_: 0.0)
     assert not asked_last.observe(asked_last.start()).features[:, score].any()
+
+
+SUMMARIZE, RETRIEVE, PASS, WRITE = Action
+
+
+@torch.no_grad()
+def test_steps_that_cannot_have_changed_an_answer_are_those_on_segments_that_do_not_matter(
+    reader: MemoryReader,
+) -> None:
+    asks = [RETRIEVE, PASS, PASS]
+    plans = [
+        # evidence is the third segment
+        [PASS, WRITE, WRITE, SUMMARIZE, *asks],
+        [PASS, WRITE, PASS, PASS, *asks],
+        [WRITE, WRITE, PASS, PASS, PASS, PASS, PASS],  # nothing left for the evidence
+        # a shorter text, whose evidence is unknown
+        [WRITE, PASS, WRITE, *asks, PASS],  # the budget is spent
+        [WRITE, PASS, PASS, *asks, PASS],
+        [PASS, WRITE, PASS, *asks, PASS],
+    ]
+
+    def follow(hidden: torch.Tensor, features: torch.Tensor, legal: torch.Tensor) -> Decision:
+        actions = torch.tensor([plan[follow.time] for plan in plans])
+        follow.time += 1
+        assert legal[torch.arange(6), actions].all()
+        logprobs = torch.full(legal.shape, -30.0).scatter(1, actions.unsqueeze(1), 0.0)
+        return Decision(logprobs, torch.zeros(6), torch.zeros(6))
+
+    follow.time = 0
+    one, other = [[20, 21], [30, 31], [32, 33], [34, 35]], [[40, 41], [42, 43], [44, 45]]
+    reading = reader.read(asking([one, other], [[50, 51], [52]]))
+    episodes = ReadingEpisodes(reader, reading, lambda *_: 1.0, budgets=[3, 3])
+    played = roll_out(episodes, follow, episodes.start(3), generator=None)
+    evidence = [(2,), ()]
+    idle = episodes.idle(played, evidence)
+    came = played.final.fetched.max(1).values.tolist()  # which of two written ones was nearer
+    assert came[0] in (1, 2) and came[3] in (1, 3) and came[1:6:3] == [1, 1]
+    expected = [[True, came[0] != 1, False, False], [True, False, False, True]]
+    expected += [[True, True, False, True]]
+    assert idle.steps[:3, :4].tolist() == expected
+    # the last of them came into the window of the first episode, or of none
+    last = came[3] != 3
+    assert idle.steps[3:, :3].tolist() == [[False] * 3, [False, False, last], [False, False, last]]
+    assert not idle.steps[:3, 4:].any() and not idle.steps[3:, 3:].any()
+    # evidence that passed by with the budget spent, and a wrong answer, take a share of the budget
+    earned = torch.tensor([1.0, 0.0, 0.25, 1.0, 1.0, 0.0])
+    final = dataclasses.replace(played.final, earned=earned)
+    prices = episodes.idle(dataclasses.replace(played, final=final), evidence).prices
+    penalty = reader.config.policy.latency_penalty
+    torch.testing.assert_close(prices, penalty * earned + torch.tensor([0, 0, 0.25, 0, 0, 0]))
 
 
 @pytest.mark.parametrize(("budget", "share"), [(2, 0.25), (4, 0.5), (64, 0.5)])

@@ -12,6 +12,7 @@ from cdrmix.reasoning.policy import (
     Action,
     Advantages,
     EpisodeOutcome,
+    Idle,
     MemoryPolicy,
     Rollouts,
     advantages_of,
@@ -191,6 +192,38 @@ def test_advantages_are_those_of_the_baseline_and_leave_out_what_says_nothing() 
     error = rollouts.value_targets(stream.config) - rollouts.values[:, :-1]
     torch.testing.assert_close(found["critic"].values, error * rollouts.taken)
     assert found["critic"].values.any()
+
+
+@pytest.mark.parametrize("baseline", ["group", "critic"])
+def test_idle_steps_learn_from_what_their_operations_cost(baseline: str) -> None:
+    stream, state = started(2)
+    config = stream.config.model_copy(update={"baseline": baseline})
+    generator = torch.Generator().manual_seed(0)
+    played = roll_out(stream, random_policy(), branch(state, 4), generator=generator)
+    count, length = played.actions.shape
+    steps = torch.rand(count, length, generator=generator) < 0.5
+    prices = torch.rand(count, generator=generator)
+    of_all = advantages_of(played, config, group_size=4)
+    played = dataclasses.replace(played, idle=Idle(steps, prices))
+    found = advantages_of(played, config, group_size=4)
+    assert torch.equal(found.is_learned, of_all.is_learned)
+    operates = torch.isin(played.actions, torch.tensor([RETRIEVE, WRITE])).float()
+    seen = set()
+    for row in range(count):
+        group = slice(row // 4 * 4, row // 4 * 4 + 4)
+        for step in range(length):
+            expected = of_all.values[row] if of_all.values.dim() == 1 else of_all.values[row, step]
+            if steps[row, step]:
+                own = operates[row, step] - operates[group, step].mean()
+                expected = -prices[row] * own
+                seen.add(float(own) > 0)
+            torch.testing.assert_close(found.values[row, step], expected)
+    assert seen == {True, False}
+    # cut to their last steps, episodes keep which of those are idle
+    cut = played.last(3)
+    first = (played.taken.sum(1) - 3).clamp(min=0)
+    for row in range(count):
+        assert torch.equal(cut.idle.steps[row], steps[row, first[row] : first[row] + 3])
 
 
 def test_rolling_out_twice_with_one_seed_gives_equal_bits() -> None:
