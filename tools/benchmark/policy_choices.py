@@ -8,8 +8,8 @@ The order of lengths is asked where a cold start earns nothing: a text has 1, 2,
 24 segments, what is asked for stands before the last window, and retrievals and writes have a
 budget that a random agent has spent by the second window, as at the settings of the large variants.
 
-Credit and the weight of the entropy are asked of the reader of `learn_system`, by the numbers of
-the 1B recipe: its policy, its budget of 64 operations, and texts of as many segments. On a segment
+Credit and the weight of the entropy are asked of the reader of `learn_system`, by the policy of the
+1B recipe, with its budget of 64 operations, in texts of up to half as many segments. On a segment
 that changes no answer, an operation loses `latency_penalty`, and a policy that maximises return and
 entropy takes it with odds of exp(-latency_penalty / entropy_weight).
 """
@@ -69,10 +69,10 @@ CREDITS: dict[str, dict[str, Any]] = {
     for credit in ("episode", "segment")
     for weight in (0.02, 0.002)
 }
-# Windows of 64 tokens hold some five segments, of a sentence or two each, so that these are the 64
-# to 512 segments of 1 to 8 windows of the 1B recipe; the longest is for evaluation alone.
-READ_RATIOS = (12, 24, 48, 96)
-LONGEST_READ = 192
+# Windows of 64 tokens hold some five segments, of a sentence or two each, so that these are 30 to
+# 260; the longest, with half a thousand as 8 windows of the 1B recipe, are for evaluation alone.
+READ_RATIOS = (6, 12, 24, 48)
+LONGEST_READ = 96
 JOINT_STEPS = 100
 READ_ITERATIONS = 24
 
