@@ -300,6 +300,27 @@ def recipe_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def own_question_rows(result: dict[str, Any]) -> list[str]:
+    """Held-out rows of a user's own file, answered by the agent and by its controls."""
+    columns = ("agent", "oracle", "words", "words-once", "all", "all-once", "-plastic", "-write")
+    rows = [
+        "The commands of [reasoning.md](reasoning.md#your-own-questions) on files of 200 rows by "
+        "`write_notes`, a tenth held out; exact matches with their 95 % interval by Wilson, and "
+        "wall time from the first command to the scores.",
+        "",
+        f"| file | s | {' | '.join(columns)} | operations | backbone alone |",
+        "|---|---|" + "---|" * len(columns) + "---|---|",
+    ]
+    for each in result["learned"]:
+        found = each["row"]["controls"]
+        cells = " | ".join(_with_interval(found[name]) for name in columns)
+        rows.append(
+            f"| {each['file']} | {each['seconds']:.0f} | {cells} | "
+            f"{found['agent']['operations']:.1f} | {_share(each['row']['backbone_score'])} |"
+        )
+    return rows
+
+
 def _with_interval(cell: dict[str, Any]) -> str:
     if cell.get("low") is None:
         return _share(cell["score"])

@@ -34,6 +34,7 @@ from tools.benchmark.learn_rows import (
     gate_rows,
     haystack_rows,
     muon_rows,
+    own_question_rows,
     policy_choice_rows,
     policy_rows,
     recipe_rows,
@@ -404,6 +405,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "policy_choices": ("Stage B: choices of the agent's learning", policy_choice_rows),
     "reasoning_table": ("Stage B: the whole beside its rivals", table_rows),
     "learn_recipes": ("Stage B: recipes, shrunk, around a frozen backbone", recipe_rows),
+    "own_questions": ("Stage B: questions of a user's own", own_question_rows),
     "frozen_stages": ("Stage B: a frozen backbone on two stages", frozen_stage_rows),
     "reasoning": ("Stage B: what it costs", cost_rows),
 }

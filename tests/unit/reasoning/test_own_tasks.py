@@ -19,6 +19,7 @@ from tests.unit.reasoning.small_reader import (
     small_lessons,
     tokenizer,
 )
+from tools.benchmark.own_questions import write_notes
 
 
 def training(path: Path, **changed: Any) -> StageBTraining:
@@ -54,6 +55,20 @@ def test_a_tenth_is_held_out_and_stays_so_whatever_stands_beside_it(tmp_path: Pa
 def test_of_few_rows_a_few_are_held_out(tmp_path: Path, count: int, held_out: int) -> None:
     own = read(write_rows(tmp_path / "tasks.jsonl", count))
     assert len(own.held_out) >= held_out and len(own.held_out) <= count // 2
+
+
+def test_the_notes_of_the_benchmark_are_rows_that_stage_b_takes(tmp_path: Path) -> None:
+    file, minutes = tmp_path / "notes.jsonl", tmp_path / "minutes.txt"
+    write_notes(file, minutes)
+    own = read(file)
+    rows = own.train + own.held_out
+    assert len(rows) == 200 and 10 <= len(own.held_out) <= 30 and not own.warnings
+    for example in rows:
+        (evidence,) = example.evidence
+        assert example.text.count(evidence) == 1 and example.answers[0] in evidence
+        name = example.question.split()[3]
+        assert example.text.count(f"The {name} file") == 1, "one place of each file"
+    assert minutes.read_text().strip() not in {example.text for example in rows}
 
 
 def test_rows_that_ask_the_same_are_held_out_together(tmp_path: Path) -> None:
