@@ -277,8 +277,8 @@ class ReadingEpisodes:
         summarise, as slots and the state reach every answer. Where a text's evidence is unknown, no
         episode of the text had the segment in its window, and its own budget was not spent, as
         evidence may have passed by then. An operation there cost the latency penalty where the
-        answer was right, and where evidence passed by with the budget spent and the answer was
-        wrong, its share of the budget.
+        answer was right; where it was wrong, and evidence passed by with the budget spent or no
+        operation was left in the end, its share of the budget.
 
         Args:
             rollouts: of these texts, without earlier ones.
@@ -307,8 +307,10 @@ class ReadingEpisodes:
         before_question = budget - int(self._keeps_one)
         spent = operates.cumsum(1)  # after each step
         missed = (reads & has_evidence & (spent - operates.long() >= before_question)).any(1)
+        # the question may have asked for one more
+        lacked = missed | (final.operations >= self.budgets[final.rows])
         prices = self.config.latency_penalty * final.earned
-        prices = prices + missed * (1 - final.earned) / budget.squeeze(1)
+        prices = prices + lacked * (1 - final.earned) / budget.squeeze(1)
         summarises = rollouts.actions == Action.SUMMARIZE
         steps = reads & ~has_evidence & ~came.gather(1, place) & ~summarises
         return Idle(steps & (is_known | (spent[:, -1:] < before_question)), prices)

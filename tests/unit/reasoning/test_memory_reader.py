@@ -356,12 +356,13 @@ def test_steps_that_cannot_have_changed_an_answer_are_those_on_segments_that_do_
     last = came[3] != 3
     assert idle.steps[3:, :3].tolist() == [[False] * 3, [False, False, last], [False, False, last]]
     assert not idle.steps[:3, 4:].any() and not idle.steps[3:, 3:].any()
-    # evidence that passed by with the budget spent, and a wrong answer, take a share of the budget
-    earned = torch.tensor([1.0, 0.0, 0.25, 1.0, 1.0, 0.0])
+    # a wrong answer after evidence passed by with the budget spent, or with none left for the
+    # question, cost a share of the budget
+    earned = torch.tensor([1.0, 0.0, 0.25, 0.4, 1.0, 0.0])
     final = dataclasses.replace(played.final, earned=earned)
     prices = episodes.idle(dataclasses.replace(played, final=final), evidence).prices
     penalty = reader.config.policy.latency_penalty
-    torch.testing.assert_close(prices, penalty * earned + torch.tensor([0, 0, 0.25, 0, 0, 0]))
+    torch.testing.assert_close(prices, penalty * earned + torch.tensor([0, 0, 0.25, 0.2, 0, 0]))
 
 
 @pytest.mark.parametrize(("budget", "share"), [(2, 0.25), (4, 0.5), (64, 0.5)])
